@@ -1,0 +1,166 @@
+// The expert cache: every arrow of the state table in cache/expert-cache.h, the hard bound, LRU order.
+
+#include "base/error.h"
+#include "cache/expert-cache.h"
+
+#include <doctest/doctest.h>
+
+#include <random>
+#include <set>
+
+using mkd::ExpertCache;
+using Outcome = ExpertCache::Outcome;
+using State   = ExpertCache::State;
+
+namespace {
+
+constexpr uint32_t kAll = 0b111;
+
+ExpertCache make_cache(int n_expert, int n_slots, int n_layers = 1) {
+    std::vector<ExpertCache::LayerQuota> quotas((size_t) n_layers, { n_expert, n_slots });
+    return ExpertCache(quotas, mkd::make_lru_policy(std::vector<int>((size_t) n_layers, n_slots)));
+}
+
+// acquire, load, release: the expert ends up ready
+void bring(ExpertCache & cache, int expert, int i_layer = 0) {
+    const ExpertCache::Lease lease = cache.acquire(i_layer, expert, kAll);
+    REQUIRE((lease.outcome == Outcome::load || lease.outcome == Outcome::hit));
+    if (lease.outcome == Outcome::load) {
+        cache.ready(i_layer, expert, kAll);
+    }
+    cache.release(i_layer, expert);
+}
+
+} // namespace
+
+TEST_CASE("cache: free -> loading -> pinned -> ready -> pinned") {
+    ExpertCache cache = make_cache(8, 2);
+    CHECK(cache.state(0, 5) == State::free);
+    ExpertCache::Lease lease = cache.acquire(0, 5, kAll);
+    CHECK(lease.outcome == Outcome::load);
+    CHECK(lease.missing == kAll);
+    CHECK(lease.evicted == -1);
+    CHECK(cache.state(0, 5) == State::loading);
+    CHECK(cache.acquire(0, 5, kAll).outcome == Outcome::busy);
+    cache.ready(0, 5, kAll);
+    CHECK(cache.state(0, 5) == State::pinned);
+    cache.release(0, 5);
+    CHECK(cache.state(0, 5) == State::ready);
+    lease = cache.acquire(0, 5, kAll);
+    CHECK(lease.outcome == Outcome::hit);
+    CHECK(cache.state(0, 5) == State::pinned);
+    CHECK(cache.acquire(0, 5, kAll).outcome == Outcome::hit); // a second pin
+    cache.release(0, 5);
+    CHECK(cache.state(0, 5) == State::pinned);
+    cache.release(0, 5);
+    CHECK(cache.state(0, 5) == State::ready);
+}
+
+TEST_CASE("cache: a failed load frees the slot") {
+    ExpertCache cache = make_cache(8, 1);
+    CHECK(cache.acquire(0, 1, kAll).outcome == Outcome::load);
+    cache.fail(0, 1);
+    CHECK(cache.state(0, 1) == State::free);
+    CHECK(cache.present(0, 1) == 0);
+    CHECK(cache.acquire(0, 2, kAll).outcome == Outcome::load);
+}
+
+TEST_CASE("cache: parts are remembered, only the missing ones are asked for") {
+    ExpertCache cache = make_cache(8, 1);
+    CHECK(cache.acquire(0, 1, 0b011).missing == 0b011);
+    cache.ready(0, 1, 0b011);
+    cache.release(0, 1);
+    CHECK(cache.present(0, 1) == 0b011);
+    const ExpertCache::Lease lease = cache.acquire(0, 1, kAll);
+    CHECK(lease.outcome == Outcome::load);
+    CHECK(lease.missing == 0b100);
+    CHECK(cache.state(0, 1) == State::loading);
+    cache.ready(0, 1, 0b100);
+    cache.release(0, 1);
+    CHECK(cache.acquire(0, 1, kAll).outcome == Outcome::hit);
+}
+
+TEST_CASE("cache: with every slot pinned acquire returns no slot, and does not grow") {
+    ExpertCache cache = make_cache(8, 2);
+    for (const int expert : { 0, 1 }) {
+        CHECK(cache.acquire(0, expert, kAll).outcome == Outcome::load);
+        cache.ready(0, expert, kAll);
+    }
+    CHECK(cache.acquire(0, 2, kAll).outcome == Outcome::no_slot);
+    CHECK(cache.n_slots(0) == 2);
+    cache.release(0, 1);
+    const ExpertCache::Lease lease = cache.acquire(0, 2, kAll);
+    CHECK(lease.outcome == Outcome::load);
+    CHECK(lease.evicted == 1);
+}
+
+TEST_CASE("cache: the least recently used expert leaves") {
+    ExpertCache cache = make_cache(8, 3);
+    for (const int expert : { 0, 1, 2, 0 }) {
+        bring(cache, expert);
+    }
+    CHECK(cache.acquire(0, 3, kAll).evicted == 1);
+    cache.ready(0, 3, kAll);
+    cache.release(0, 3);
+    CHECK(cache.acquire(0, 4, kAll).evicted == 2);
+}
+
+TEST_CASE("cache: layers do not push each other out") {
+    ExpertCache cache = make_cache(8, 2, 2);
+    bring(cache, 0, 0);
+    for (int expert = 0; expert < 8; ++expert) {
+        bring(cache, expert, 1);
+    }
+    CHECK(cache.state(0, 0) == State::ready);
+}
+
+TEST_CASE("cache: clear drops what is not pinned") {
+    ExpertCache cache = make_cache(8, 3);
+    bring(cache, 0);
+    bring(cache, 1);
+    CHECK(cache.acquire(0, 1, kAll).outcome == Outcome::hit);
+    CHECK(cache.clear() == 1);
+    CHECK(cache.state(0, 0) == State::free);
+    CHECK(cache.state(0, 1) == State::pinned);
+}
+
+TEST_CASE("cache: misuse is an error, not silence") {
+    ExpertCache cache = make_cache(8, 2);
+    CHECK_THROWS_AS(cache.release(0, 3), mkd::Error);
+    CHECK_THROWS_AS(cache.ready(0, 3, kAll), mkd::Error);
+    bring(cache, 3);
+    CHECK_THROWS_AS(cache.release(0, 3), mkd::Error);
+    CHECK_THROWS_AS(make_cache(4, 5), mkd::Error);
+    CHECK_THROWS_AS(make_cache(4, 0), mkd::Error);
+}
+
+TEST_CASE("cache: random walk keeps one slot per expert and one expert per slot") {
+    std::mt19937 rng(7);
+    ExpertCache  cache = make_cache(32, 12);
+    for (int step = 0; step < 2000; ++step) {
+        std::set<int> batch;
+        while (batch.size() < 8) {
+            batch.insert((int) (rng() % 32));
+        }
+        std::set<int> slots;
+        for (const int expert : batch) {
+            const ExpertCache::Lease lease = cache.acquire(0, expert, kAll);
+            REQUIRE((lease.outcome == Outcome::hit || lease.outcome == Outcome::load));
+            REQUIRE(slots.insert(lease.slot).second);
+            if (lease.outcome == Outcome::load && rng() % 16 == 0) {
+                cache.fail(0, expert);
+                slots.erase(lease.slot);
+                const ExpertCache::Lease again = cache.acquire(0, expert, kAll);
+                REQUIRE(again.outcome == Outcome::load);
+                REQUIRE(slots.insert(again.slot).second);
+                cache.ready(0, expert, kAll);
+            } else if (lease.outcome == Outcome::load) {
+                cache.ready(0, expert, kAll);
+            }
+        }
+        for (const int expert : batch) {
+            REQUIRE(cache.present(0, expert) == kAll);
+            cache.release(0, expert);
+        }
+    }
+}
