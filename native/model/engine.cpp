@@ -59,6 +59,12 @@ void check_libraries() {
         capture_llama_log();
         llama_backend_init();
     });
+    // the backend's tables are those of one release's internal header
+    const std::string llama = std::string(llama_version()).substr(0, strlen(MKD_LLAMA_VERSION)), ggml = ggml_version();
+    if (llama != MKD_LLAMA_VERSION || ggml != MKD_GGML_VERSION) {
+        fail(MKD_ERR_VERSION, "built for llama.cpp %s with ggml %s, but %s with %s is loaded; run `make native`", MKD_LLAMA_VERSION,
+             MKD_GGML_VERSION, llama_version(), ggml.c_str());
+    }
     if (n_loaded_libraries("libggml-base") > 1) {
         fail(MKD_ERR_VERSION, "two copies of libggml-base are loaded in this process; load llama.cpp from llama_cpp/lib only");
     }
