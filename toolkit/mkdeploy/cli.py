@@ -10,7 +10,6 @@ Exit codes: 0 done, 1 failed, 2 usage, 3 no usable phone, 4 parity failed, 5 ove
 The reference in docs/cli.md is generated from this file by scripts/gen-cli-docs; a test compares the two.
 """
 
-import json
 import os
 import sys
 import traceback
@@ -20,9 +19,18 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from mkdeploy import __version__
-from mkdeploy.errors import MkdeployError, UsageError
-from mkdeploy.sizes import format_size, parse_size
+from mkdeploy import __version__, cli_engine
+from mkdeploy.cli_options import (
+    DebugOption,
+    JsonOption,
+    debug_shown,
+    print_json,
+    print_rich,
+    refuse_with,
+    size_option,
+)
+from mkdeploy.errors import MkdeployError
+from mkdeploy.sizes import format_size
 
 app = typer.Typer(
     name="mkdeploy",
@@ -37,54 +45,11 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
-_show_traceback = False  # set by --debug; main() resets it
-
-
-def _set_debug(value: bool) -> bool:
-    global _show_traceback
-    _show_traceback = _show_traceback or value
-    return value
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except UsageError as error:
-        raise typer.BadParameter(str(error)) from None
-
 
 def _print_version(value: bool) -> None:
     if value:
         print(f"mkdeploy {__version__}")
         raise typer.Exit
-
-
-def _print_json(value: Any) -> None:
-    json.dump(value, sys.stdout, indent=2)
-    print()
-
-
-def _refuse_with(context: typer.Context, option: str, given: set[str]) -> None:
-    """Refuses options (by parameter name) that were given on the command line next to one that has no use for them."""
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if parameter.name in given and source is not None and source.name == "COMMANDLINE":
-            raise UsageError(f"{parameter.opts[0]} has no effect with {option}")
-
-
-def _print_rich(report: Any) -> None:
-    import rich.console
-
-    width = None if sys.stdout.isatty() else 120  # a file or pipe has no width of its own
-    rich.console.Console(width=width).print(report)
-
-
-# ---------------------------------------------------------------- options that several commands share
-
-DebugOption = Annotated[
-    bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_set_debug, is_eager=True)
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -123,7 +88,7 @@ def convert(
         bool, typer.Option("--keep-types", help="Keep every tensor's type: split only, no quantisation.")
     ] = False,
     shard_bytes: Annotated[
-        int, typer.Option("--shard-size", metavar="SIZE", parser=_size, help="Largest size of one expert file.")
+        int, typer.Option("--shard-size", metavar="SIZE", parser=size_option, help="Largest size of one expert file.")
     ] = "512MiB",  # type: ignore[assignment]  # parsed like an argument; the help shows it as it is written here
     layout: Annotated[Literal["plain"], typer.Option("--layout", help="How an expert's bytes are arranged.")] = "plain",
     imatrix: Annotated[
@@ -140,13 +105,13 @@ def convert(
     from mkdeploy.progress import RichProgress
 
     if merge:
-        _refuse_with(context, "--merge", given={"resident_type", "expert_type", "keep_types", "shard_bytes", "imatrix"})
+        refuse_with(context, "--merge", given={"resident_type", "expert_type", "keep_types", "shard_bytes", "imatrix"})
         from mkdeploy.merge import merge as merge_package
 
         with RichProgress() as progress:
             merged = merge_package(source, out, progress=progress, force=force)
         if as_json:
-            _print_json(merged.to_dict())
+            print_json(merged.to_dict())
         else:
             print(f"{merged.path}: {merged.n_tensors} tensors, {format_size(merged.total_bytes)}")
         return
@@ -167,7 +132,7 @@ def convert(
             force=force,
         )
     if as_json:
-        _print_json(made.to_dict())
+        print_json(made.to_dict())
     else:
         parts = f"resident {format_size(made.resident_bytes)}, experts {format_size(made.experts_bytes)}"
         print(f"{made.path}: {format_size(made.total_bytes)} ({parts}, {made.n_shards} shard files)")
@@ -191,9 +156,12 @@ def inspect(
     with RichProgress() as progress:
         inspection = inspect_package(package, verify=verify, progress=progress)
     if as_json:
-        _print_json(inspection.to_dict())
+        print_json(inspection.to_dict())
     else:
-        _print_rich(render(inspection))
+        print_rich(render(inspection))
+
+
+cli_engine.register(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -205,8 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code. Never raises for a user's mistake, a failed command or Ctrl-C.
     """
-    global _show_traceback
-    _show_traceback = False
+    debug_shown.clear()
     try:
         result = app(None if arguments is None else list(arguments), prog_name="mkdeploy", standalone_mode=False)
         sys.stdout.flush()
@@ -242,7 +209,7 @@ def _usage_message(error: typer.TyperException) -> str:
 
 
 def _report(message: str, exit_code: int) -> int:
-    if _show_traceback:
+    if debug_shown:
         traceback.print_exc()
     print(f"mkdeploy: error: {' '.join(message.split())}", file=sys.stderr)
     return exit_code
