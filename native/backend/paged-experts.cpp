@@ -46,6 +46,8 @@ void PagedExperts::allocate(const std::vector<int> & n_slots) {
         fail(MKD_ERR_NOMEM, "cannot reserve %llu bytes for expert slots: %s", (unsigned long long) slab_bytes_, strerror(errno));
     }
     slab_ = (uint8_t *) memory;
+    // Direct reads pin the pages that they write to: 512 times fewer of them with huge pages. Where there are none, nothing is lost.
+    madvise(slab_, slab_bytes_, MADV_HUGEPAGE);
     cache_ = std::make_unique<ExpertCache>(quotas, make_lru_policy(n_slots));
     pending_.resize((size_t) n_slots_max);
 }

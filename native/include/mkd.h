@@ -83,9 +83,9 @@ struct mkd_session_params {
     int32_t      cache_slots;         // slots per MoE layer; 0: as many as the budget leaves (all experts without a budget)
     int32_t      n_ctx;               // 0: the model's own
     int32_t      n_batch;             // logical batch, >= 1
-    int32_t      n_ubatch;            // physical batch, 1..n_batch
+    int32_t      n_ubatch;            // physical batch, >= 1; no more than n_batch is used
     int32_t      n_seq_max;           // sequences, >= 1
-    int32_t      n_outputs_max;       // rows of logits that one decode may ask for; 0: n_batch
+    int32_t      n_outputs_max;       // rows of logits that one decode may ask for, >= n_seq_max; 0: n_batch
     int32_t      n_threads;           // compute threads, 0: the machine's cores
     int32_t      type_k, type_v;      // enum ggml_type of the KV cache; -1: F16
     int32_t      n_lanes;             // parallel reads; 0: 4
@@ -206,10 +206,12 @@ struct mkd_generated {
     int32_t  stop;          // enum mkd_stop
     uint32_t seed;
     int64_t  prompt_us;     // prompt decode
-    int64_t  generate_us;   // from the end of the prompt to the last token
+    int64_t  generate_us;   // from the end of the prompt to the last token: n_generated draws, one decode less
 };
 
-// Called on the calling thread for every token. text is whole UTF-8 characters only (maybe empty) and never part of a stop string.
+// Called on the calling thread for every token. text is whole UTF-8 characters only (maybe empty) and never part of a stop string; what is not
+// UTF-8 becomes U+FFFD. t_us is the time of the draw on the monotonic clock. A token that ends the turn is not reported. Text that was held back as
+// a possible stop string and turns out to be the end of the answer comes in a last call with id -1, where no token is left to bring it.
 // Return false to stop. Must not call mkd_ functions on the same session.
 typedef bool (*mkd_token_callback)(int32_t id, const char * text, size_t text_bytes, int64_t t_us, void * user);
 
@@ -301,6 +303,7 @@ struct mkd_iobench_result {
     double   bytes_per_s;
     int64_t  latency_us_p50, latency_us_p99;
     bool     direct_io;          // what was really used
+    char     note[256];          // e.g. why O_DIRECT was not used, or that the storage is slower than the throttle; empty if nothing to say
 };
 MKD_API enum mkd_status mkd_iobench(const struct mkd_iobench_params * params, struct mkd_iobench_result * out);
 

@@ -135,6 +135,7 @@ class LlamaEngine final : public Engine {
         } else {
             open_stock();
         }
+        check_writes_text();
         open_context();
         fill_model_info();
         apply_lora();
@@ -159,6 +160,7 @@ class LlamaEngine final : public Engine {
   private:
     void open_package();
     void open_stock();
+    void check_writes_text();
     void open_context();
     void fill_model_info();
     void apply_lora();
@@ -244,6 +246,12 @@ void LlamaEngine::open_stock() {
     model_.reset(llama_model_load_from_file(params_.path, mp));
     if (!model_) {
         fail(MKD_ERR_LLAMA, "%s: llama.cpp cannot load it: %s", params_.path, last_llama_log().c_str());
+    }
+}
+
+void LlamaEngine::check_writes_text() {
+    if (!llama_model_has_decoder(model_.get()) || llama_model_has_encoder(model_.get())) {
+        fail(MKD_ERR_UNSUPPORTED, "%s: is an encoder or embedding model; only models that write text token by token are served", params_.path);
     }
 }
 

@@ -18,14 +18,15 @@ MIB = 2**20
 N_EXPERT, N_EMBD, N_FF = 64, 1024, 704
 
 SCRIPT = """
-import json, resource, sys
+import json, re, resource, sys
 from pathlib import Path
 from mkdeploy.convert import convert
 from mkdeploy.merge import merge
 convert(Path(sys.argv[1]), Path(sys.argv[2]), keep_types=sys.argv[3] == "keep")
 merge(Path(sys.argv[2]), Path(sys.argv[2] + ".gguf"))
-usage = [resource.getrusage(w).ru_maxrss * 1024 for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-print(json.dumps(usage))
+# not ru_maxrss for this process: it survives exec, so it would tell how large the test runner is
+own = int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
+print(json.dumps([own * 1024, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024]))
 """
 
 
