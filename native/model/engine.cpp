@@ -8,6 +8,7 @@
 #include "backend/expert-matmul.h"
 #include "backend/flash-buffer.h"
 #include "backend/ggml-mkd.h"
+#include "backend/resident-buffer.h"
 #include "base/clock.h"
 #include "base/process.h"
 #include "gguf.h"
@@ -15,6 +16,7 @@
 #include "model/gguf-stream.h"
 #include "base/llama-log.h"
 #include "model/memory-plan.h"
+#include "model/resident-loader.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -188,6 +190,7 @@ class LlamaEngine final : public Engine {
     // destroyed in reverse order: adapter, context, model, then what the model's tensors point to
     std::unique_ptr<PagedExperts>                         experts_;
     std::unique_ptr<FlashBufferType>                      flash_;
+    std::unique_ptr<ResidentBufferType>                   resident_;
     std::unique_ptr<llama_model, ModelDeleter>            model_;
     std::unique_ptr<llama_context, ContextDeleter>        ctx_;
     std::unique_ptr<llama_adapter_lora, LoraDeleter>      lora_;
@@ -207,10 +210,16 @@ void LlamaEngine::open_package() {
     snprintf(load_info_.note, sizeof load_info_.note, "%s", experts_->store().note().c_str());
 
     ggml_backend_mkd_register();
-    flash_ = std::make_unique<FlashBufferType>(*experts_);
+    flash_    = std::make_unique<FlashBufferType>(*experts_);
+    resident_ = std::make_unique<ResidentBufferType>();
 
-    const std::string                       pattern     = routed_pattern(experts_->index());
-    const llama_model_tensor_buft_override overrides[] = { { pattern.c_str(), flash_->buft() }, { nullptr, nullptr } };
+    // The first pattern that matches decides. llama.cpp's repacked weights have buffer types of their own: then only routed tensors are ours.
+    const std::string                      pattern     = routed_pattern(experts_->index());
+    const llama_model_tensor_buft_override overrides[] = {
+        { pattern.c_str(), flash_->buft() },
+        { params_.use_extra_bufts ? nullptr : ".", resident_->buft() },
+        { nullptr, nullptr },
+    };
     llama_model_params                      mp          = model_params();
     mp.load_mode             = LLAMA_LOAD_MODE_NONE;
     mp.tensor_buft_overrides = overrides;
@@ -235,7 +244,8 @@ void LlamaEngine::open_package() {
     if (n_bound != n_routed) {
         fail(MKD_ERR_FORMAT, "%s: the model has %zu routed tensors, the shards hold %zu", path.c_str(), n_bound, n_routed);
     }
-    load_info_.resident_read_bytes    = stream.resident_read_bytes();
+    const uint64_t loaded_bytes       = load_resident(stream, resident_->restore_names(), params_.direct_io, n_lanes);
+    load_info_.resident_read_bytes    = loaded_bytes + stream.resident_read_bytes();
     load_info_.routed_requested_bytes = stream.routed_requested_bytes();
 }
 

@@ -22,20 +22,9 @@ constexpr size_t kStdioBufferBytes = 64u << 10;
 
 } // namespace
 
-GgufStream::GgufStream(const PackageIndex & index, bool direct_io, int n_lanes) : memory_(nullptr, free) {
+GgufStream::GgufStream(const PackageIndex & index, bool direct_io, int n_lanes)
+    : path_(index.resident_path), direct_io_(direct_io), n_lanes_(n_lanes), memory_(nullptr, free) {
     build_header(index);
-    source_ = open_file_source(index.resident_path, direct_io, nullptr);
-
-    void * memory = nullptr;
-    if (posix_memalign(&memory, kAlignmentBytes, kBlockBytes * kBlocks) != 0) {
-        fail(MKD_ERR_NOMEM, "cannot allocate %zu bytes to read %s", kBlockBytes * kBlocks, index.resident_path.c_str());
-    }
-    memory_.reset((uint8_t *) memory);
-    blocks_.resize(kBlocks);
-    for (int i = 0; i < kBlocks; ++i) {
-        blocks_[(size_t) i].data = memory_.get() + (size_t) i * kBlockBytes;
-    }
-    lanes_ = std::make_unique<Lanes>(std::max(1, std::min(n_lanes, kReadAhead)));
 
 #if defined(__GLIBC__)
     using seek_fn = int (*)(void *, off64_t *, int);
@@ -48,7 +37,7 @@ GgufStream::GgufStream(const PackageIndex & index, bool direct_io, int n_lanes) 
     calls.seek                  = (seek_fn) cookie_seek;
     file_                       = fopencookie(this, "rb", calls);
     if (!file_) {
-        fail(MKD_ERR_NOMEM, "cannot open a stream over %s: %s", index.resident_path.c_str(), strerror(errno));
+        fail(MKD_ERR_NOMEM, "cannot open a stream over %s: %s", path_.c_str(), strerror(errno));
     }
     setvbuf(file_, nullptr, _IOFBF, kStdioBufferBytes);
 }
@@ -64,13 +53,27 @@ GgufStream::~GgufStream() {
     }
 }
 
+void GgufStream::open_blocks() {
+    source_       = open_file_source(path_, direct_io_, nullptr);
+    void * memory = nullptr;
+    if (posix_memalign(&memory, kAlignmentBytes, kBlockBytes * kBlocks) != 0) {
+        fail(MKD_ERR_NOMEM, "cannot allocate %zu bytes to read %s", kBlockBytes * kBlocks, path_.c_str());
+    }
+    memory_.reset((uint8_t *) memory);
+    blocks_.resize(kBlocks);
+    for (int i = 0; i < kBlocks; ++i) {
+        blocks_[(size_t) i].data = memory_.get() + (size_t) i * kBlockBytes;
+    }
+    lanes_ = std::make_unique<Lanes>(std::max(1, std::min(n_lanes_, kReadAhead)));
+}
+
 void GgufStream::build_header(const PackageIndex & index) {
     ggml_context *   meta_raw = nullptr;
     gguf_init_params params   = { /*.no_alloc =*/ true, /*.ctx =*/ &meta_raw };
     clear_llama_log();
-    gguf_context *   resident = gguf_init_from_file(index.resident_path.c_str(), params);
+    gguf_context *   resident = gguf_init_from_file(path_.c_str(), params);
     if (!resident) {
-        fail(MKD_ERR_FORMAT, "%s: not a readable GGUF (%s); convert or push the package again", index.resident_path.c_str(),
+        fail(MKD_ERR_FORMAT, "%s: not a readable GGUF (%s); convert or push the package again", path_.c_str(),
              last_llama_log().c_str());
     }
     std::unique_ptr<gguf_context, void (*)(gguf_context *)> resident_ptr(resident, gguf_free);
@@ -79,7 +82,7 @@ void GgufStream::build_header(const PackageIndex & index) {
     const int64_t id = gguf_find_key(resident, "mkd.package_id");
     if (id < 0 || gguf_get_kv_type(resident, id) != GGUF_TYPE_STRING || index.package_id != gguf_get_val_str(resident, id)) {
         fail(MKD_ERR_FORMAT, "%s: belongs to another package (its mkd.package_id differs from manifest.json); convert or push again",
-             index.resident_path.c_str());
+             path_.c_str());
     }
 
     std::unique_ptr<gguf_context, void (*)(gguf_context *)> merged(gguf_init_empty(), gguf_free);
@@ -89,21 +92,21 @@ void GgufStream::build_header(const PackageIndex & index) {
     }
     // ggml's writer lays tensors out at the default alignment whatever the key says, so the key must not say anything else
     gguf_remove_key(merged.get(), "general.alignment");
-    for (int64_t i = 0; i < gguf_get_n_tensors(resident); ++i) {
-        const char * name = gguf_get_tensor_name(resident, i);
-        int          layer, expert;
-        PartRole     role;
-        if (parse_expert_tensor_name(name, &layer, &role, &expert) && index.find_layer(layer)) {
-            fail(MKD_ERR_FORMAT, "%s: tensor '%s' is resident and in the shards", index.resident_path.c_str(), name);
+    int64_t i = 0;
+    for (ggml_tensor * tensor = ggml_get_first_tensor(meta.get()); tensor; tensor = ggml_get_next_tensor(meta.get(), tensor), ++i) {
+        int      layer, expert;
+        PartRole role;
+        if (parse_expert_tensor_name(tensor->name, &layer, &role, &expert) && index.find_layer(layer)) {
+            fail(MKD_ERR_FORMAT, "%s: tensor '%s' is resident and in the shards", path_.c_str(), tensor->name);
         }
-        gguf_add_tensor(merged.get(), ggml_get_tensor(meta.get(), name));
-        const Segment segment = { gguf_get_tensor_offset(merged.get(), i), gguf_get_data_offset(resident) + gguf_get_tensor_offset(resident, i),
-                                  gguf_get_tensor_size(resident, i) };
-        if (segment.file_offset > index.resident_file_bytes || segment.bytes > index.resident_file_bytes - segment.file_offset) {
-            fail(MKD_ERR_FORMAT, "%s: tensor '%s' ends behind the file's %llu bytes; the file is truncated", index.resident_path.c_str(), name,
+        gguf_add_tensor(merged.get(), tensor);
+        const ResidentTensor place = { tensor->name, gguf_get_tensor_offset(merged.get(), i),
+                                       gguf_get_data_offset(resident) + gguf_get_tensor_offset(resident, i), gguf_get_tensor_size(resident, i) };
+        if (place.file_offset > index.resident_file_bytes || place.bytes > index.resident_file_bytes - place.file_offset) {
+            fail(MKD_ERR_FORMAT, "%s: tensor '%s' ends behind the file's %llu bytes; the file is truncated", path_.c_str(), tensor->name,
                  (unsigned long long) index.resident_file_bytes);
         }
-        segments_.push_back(segment);
+        tensors_.push_back(place);
     }
 
     size_t n_routed = 0;
@@ -123,10 +126,10 @@ void GgufStream::build_header(const PackageIndex & index) {
     }
     header_.resize(gguf_get_meta_size(merged.get()));
     gguf_get_meta_data(merged.get(), header_.data());
-    for (Segment & segment : segments_) {
-        segment.stream_offset += header_.size();
+    for (ResidentTensor & tensor : tensors_) {
+        tensor.stream_offset += header_.size();
     }
-    data_end_    = segments_.empty() ? header_.size() : GGML_PAD(segments_.back().stream_offset + segments_.back().bytes, GGUF_DEFAULT_ALIGNMENT);
+    data_end_    = tensors_.empty() ? header_.size() : GGML_PAD(tensors_.back().stream_offset + tensors_.back().bytes, GGUF_DEFAULT_ALIGNMENT);
     total_bytes_ = data_end_ + hole;
 }
 
@@ -207,16 +210,19 @@ ssize_t GgufStream::read(char * dst, size_t n) {
         n = (size_t) std::min<uint64_t>(n, header_.size() - pos_);
         memcpy(dst, header_.data() + pos_, n);
     } else if (pos_ < data_end_) {
-        const Segment & segment = *(std::upper_bound(segments_.begin(), segments_.end(), pos_,
-                                                     [](uint64_t at, const Segment & s) { return at < s.stream_offset; }) - 1);
-        const uint64_t  within  = pos_ - segment.stream_offset;
-        if (within >= segment.bytes) { // padding up to the next tensor
-            const uint64_t next = &segment == &segments_.back() ? data_end_ : (&segment + 1)->stream_offset;
+        const ResidentTensor & tensor = *(std::upper_bound(tensors_.begin(), tensors_.end(), pos_,
+                                                           [](uint64_t at, const ResidentTensor & t) { return at < t.stream_offset; }) - 1);
+        const uint64_t         within = pos_ - tensor.stream_offset;
+        if (within >= tensor.bytes) { // padding up to the next tensor
+            const uint64_t next = &tensor == &tensors_.back() ? data_end_ : (&tensor + 1)->stream_offset;
             n                   = (size_t) std::min<uint64_t>(n, next - pos_);
             memset(dst, 0, n);
         } else {
-            const uint64_t at = segment.file_offset + within;
-            n                 = (size_t) std::min<uint64_t>(n, segment.bytes - within);
+            if (!source_) {
+                open_blocks();
+            }
+            const uint64_t at = tensor.file_offset + within;
+            n                 = (size_t) std::min<uint64_t>(n, tensor.bytes - within);
             n                 = (size_t) std::min<uint64_t>(n, kBlockBytes - at % kBlockBytes);
             memcpy(dst, block((int64_t) (at / kBlockBytes)).data + at % kBlockBytes, n);
         }

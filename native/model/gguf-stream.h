@@ -5,8 +5,9 @@
 // as zeros. Nothing of the hole is ever needed (backend/flash-buffer.h hides those tensors from the loader); routed_requested_bytes says
 // how much of it was touched all the same: stdio's read-ahead.
 //
-// Resident bytes are read with O_DIRECT in blocks of kBlockBytes by a few lanes that run ahead, so loading goes at the storage's sequential
-// rate and leaves no pages behind. The block buffers live only as long as the stream.
+// Usually llama.cpp reads the header only, and model/resident-loader.h brings the weights. Where llama.cpp repacks weights on the way
+// (use_extra_bufts), it reads them here: with O_DIRECT in blocks of kBlockBytes by lanes that run ahead. The block buffers are made when first
+// needed and live as long as the stream.
 //
 // Threads: the FILE* belongs to the loading thread; the lanes are the stream's own.
 
@@ -34,7 +35,14 @@ class GgufStream {
     GgufStream(const GgufStream &)             = delete;
     GgufStream & operator=(const GgufStream &) = delete;
 
-    FILE * file() const { return file_; }
+    struct ResidentTensor {
+        std::string name;
+        uint64_t    stream_offset, file_offset, bytes; // in the stream, in resident.gguf
+    };
+
+    FILE *                              file() const { return file_; }
+    const std::string &                 path() const { return path_; } // resident.gguf
+    const std::vector<ResidentTensor> & resident_tensors() const { return tensors_; } // in file order
 
     uint64_t resident_read_bytes() const { return read_bytes_; }
     uint64_t routed_requested_bytes() const { return hole_bytes_; }
@@ -51,15 +59,11 @@ class GgufStream {
         uint8_t *   data = nullptr;
     };
 
-    // Where the bytes of one resident tensor are: in the stream, and in resident.gguf.
-    struct Segment {
-        uint64_t stream_offset, file_offset, bytes;
-    };
-
     void    build_header(const PackageIndex & index);
     ssize_t read(char * dst, size_t n);
     int     seek(int64_t * offset, int whence);
     Block & block(int64_t number);
+    void    open_blocks();
     void    start(Block & block, int64_t number);
     Block * find(int64_t number);
     Block & oldest();
@@ -67,9 +71,12 @@ class GgufStream {
     static ssize_t cookie_read(void * self, char * dst, size_t n);
     static int     cookie_seek(void * self, off64_t * offset, int whence);
 
-    std::unique_ptr<ByteSource> source_;
+    std::string                 path_;
+    bool                        direct_io_;
+    int                         n_lanes_;
+    std::unique_ptr<ByteSource> source_;           // null until the first block is needed
     std::vector<uint8_t>        header_;
-    std::vector<Segment>        segments_;         // ascending
+    std::vector<ResidentTensor> tensors_;          // ascending
     uint64_t                    data_end_    = 0;  // of resident tensor data in the stream; the hole follows
     uint64_t                    total_bytes_ = 0;
     uint64_t                    pos_         = 0;

@@ -27,11 +27,6 @@ struct GgufDeleter {
 };
 using GgufPtr = std::unique_ptr<gguf_context, GgufDeleter>;
 
-struct GgmlDeleter {
-    void operator()(ggml_context * ctx) const { ggml_free(ctx); }
-};
-using GgmlPtr = std::unique_ptr<ggml_context, GgmlDeleter>;
-
 uint64_t file_bytes(const std::string & path) {
     struct stat st;
     if (stat(path.c_str(), &st) != 0) {
@@ -112,11 +107,9 @@ bool same_geometry(const ExpertPart & a, const ExpertPart & b) {
 // Adds the experts of one shard to layers.
 void read_shard(const std::string & path, int i_shard, int n_shards, uint64_t size_bytes, const PackageIndex & index,
                 std::map<int, LayerExperts> & layers) {
-    ggml_context *   meta_raw = nullptr;
-    gguf_init_params params   = { /*.no_alloc =*/ true, /*.ctx =*/ &meta_raw };
+    const gguf_init_params params = { /*.no_alloc =*/ true, /*.ctx =*/ nullptr };
     clear_llama_log();
-    GgufPtr          gguf(gguf_init_from_file(path.c_str(), params));
-    GgmlPtr          meta(meta_raw);
+    GgufPtr gguf(gguf_init_from_file(path.c_str(), params));
     if (!gguf) {
         fail(MKD_ERR_FORMAT, "%s: not a readable GGUF (%s); convert or push the package again", path.c_str(), last_llama_log().c_str());
     }
@@ -168,17 +161,17 @@ void read_shard(const std::string & path, int i_shard, int n_shards, uint64_t si
             if ((int) read.parts.size() == kMaxParts || read.find_part(role) >= 0) {
                 fail(MKD_ERR_FORMAT, "%s: tensor '%s' is one too many for its expert", path.c_str(), name);
             }
-            const ggml_tensor * tensor = ggml_get_tensor(meta.get(), name);
-            if (!tensor || tensor->ne[2] != 1 || tensor->ne[3] != 1 || ggml_nbytes(tensor) != payload[i]) {
+            const int64_t * ne = gguf_get_tensor_ne(gguf.get(), i);
+            if (ne[2] != 1 || ne[3] != 1 || gguf_get_tensor_size(gguf.get(), i) != payload[i]) {
                 fail(MKD_ERR_FORMAT, "%s: tensor '%s' has an unexpected shape or size", path.c_str(), name);
             }
             const uint64_t offset = gguf_get_data_offset(gguf.get()) + gguf_get_tensor_offset(gguf.get(), i);
             ExpertPart     part{};
             part.role          = role;
-            part.type          = tensor->type;
-            part.ne0           = tensor->ne[0];
-            part.ne1           = tensor->ne[1];
-            part.payload_bytes = ggml_nbytes(tensor);
+            part.type          = gguf_get_tensor_type(gguf.get(), i);
+            part.ne0           = ne[0];
+            part.ne1           = ne[1];
+            part.payload_bytes = (size_t) payload[i];
             part.padded_bytes  = GGML_PAD(part.payload_bytes, kAlignmentBytes);
             part.offset_bytes  = (size_t) (offset - start);
             if (part.offset_bytes != read.stride_bytes || offset % kAlignmentBytes != 0 || offset > size_bytes ||
