@@ -46,6 +46,24 @@ int32_t id_at(const ggml_tensor * ids, int64_t k, int64_t token) {
     return *(const int32_t *) ((const char *) ids->data + (size_t) k * ids->nb[0] + (size_t) token * ids->nb[1]);
 }
 
+// Experts of a layer that are fetched, until it goes out of scope.
+class Held {
+  public:
+    Held(PagedExperts & experts, int i_layer, const int32_t * ids, int n, uint32_t parts, bool counted, int32_t * slots)
+        : experts_(experts), i_layer_(i_layer), ids_(ids), n_(n) {
+        experts_.fetch(i_layer, ids, n, parts, counted, slots);
+    }
+    ~Held() { experts_.release(i_layer_, ids_, n_); }
+    Held(const Held &)             = delete;
+    Held & operator=(const Held &) = delete;
+
+  private:
+    PagedExperts &  experts_;
+    int             i_layer_;
+    const int32_t * ids_;
+    int             n_;
+};
+
 } // namespace
 
 struct ExpertMatmul::Group {
@@ -194,7 +212,7 @@ ggml_status ExpertMatmul::compute_direct(const Group & group, uint32_t parts) {
     PagedExperts & experts = *group.experts;
     const int      n       = (int) experts_.size();
     slots_.resize((size_t) n);
-    experts.fetch(group.i_layer, experts_.data(), n, parts, group.entry, slots_.data());
+    const Held held(experts, group.i_layer, experts_.data(), n, parts, group.entry, slots_.data());
     for (int i = 0; i < n; ++i) {
         slot_of_[(size_t) experts_[(size_t) i]] = slots_[(size_t) i];
     }
@@ -215,7 +233,6 @@ ggml_status ExpertMatmul::compute_direct(const Group & group, uint32_t parts) {
     const int64_t     t_start = now_us();
     const ggml_status status  = run();
     experts.count_compute(now_us() - t_start);
-    experts.release(group.i_layer, experts_.data(), n);
     return status;
 }
 
@@ -257,7 +274,7 @@ ggml_status ExpertMatmul::compute_waves(const Group & group, uint32_t parts) {
         }
         const int32_t * wave = experts_.data() + first;
         slots_.resize(n);
-        experts.fetch(group.i_layer, wave, (int) n, parts, group.entry, slots_.data());
+        const Held held(experts, group.i_layer, wave, (int) n, parts, group.entry, slots_.data());
         experts.count_waves(1);
 
         wave_rows_.clear();
@@ -319,7 +336,6 @@ ggml_status ExpertMatmul::compute_waves(const Group & group, uint32_t parts) {
             }
         }
         experts.count_compute(now_us() - t_start);
-        experts.release(group.i_layer, wave, (int) n);
         if (status != GGML_STATUS_SUCCESS) {
             return status;
         }

@@ -4,9 +4,6 @@
 #include "base/error.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
-#include <sys/mman.h>
 
 namespace mkd {
 
@@ -20,12 +17,6 @@ PagedExperts::PagedExperts(std::unique_ptr<ExpertStore> store, int n_lanes) : st
     }
 }
 
-PagedExperts::~PagedExperts() {
-    if (slab_) {
-        munmap(slab_, slab_bytes_);
-    }
-}
-
 int PagedExperts::layer_index(int layer) const {
     return layer >= 0 && (size_t) layer < layer_index_.size() ? layer_index_[(size_t) layer] : -1;
 }
@@ -33,21 +24,14 @@ int PagedExperts::layer_index(int layer) const {
 void PagedExperts::allocate(const std::vector<int> & n_slots) {
     std::vector<ExpertCache::LayerQuota> quotas;
     int                                  n_slots_max = 0;
-    slab_bytes_ = 0;
-    slab_offset_.clear();
+    uint64_t                             slab_bytes = 0;
     for (size_t i = 0; i < n_slots.size(); ++i) {
         quotas.push_back({ layer((int) i).n_expert(), n_slots[i] });
-        slab_offset_.push_back(slab_bytes_);
-        slab_bytes_ += (uint64_t) n_slots[i] * layer((int) i).stride_bytes;
+        slab_offset_.push_back(slab_bytes);
+        slab_bytes += (uint64_t) n_slots[i] * layer((int) i).stride_bytes;
         n_slots_max = std::max(n_slots_max, n_slots[i]);
     }
-    void * memory = mmap(nullptr, slab_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) {
-        fail(MKD_ERR_NOMEM, "cannot reserve %llu bytes for expert slots: %s", (unsigned long long) slab_bytes_, strerror(errno));
-    }
-    slab_ = (uint8_t *) memory;
-    // Direct reads pin the pages that they write to: 512 times fewer of them with huge pages. Where there are none, nothing is lost.
-    madvise(slab_, slab_bytes_, MADV_HUGEPAGE);
+    slab_  = std::make_unique<HugeMemory>(slab_bytes, "expert slots");
     cache_ = std::make_unique<ExpertCache>(quotas, make_lru_policy(n_slots));
     pending_.resize((size_t) n_slots_max);
 }

@@ -11,6 +11,7 @@
 
 #pragma once
 
+#include "base/huge-memory.h"
 #include "cache/expert-cache.h"
 #include "mkd.h"
 #include "store/expert-store.h"
@@ -24,7 +25,6 @@ namespace mkd {
 class PagedExperts {
   public:
     PagedExperts(std::unique_ptr<ExpertStore> store, int n_lanes);
-    ~PagedExperts();
     PagedExperts(const PagedExperts &)             = delete;
     PagedExperts & operator=(const PagedExperts &) = delete;
 
@@ -40,7 +40,7 @@ class PagedExperts {
     bool allocated() const { return cache_ != nullptr; }
 
     int       n_slots(int i_layer) const { return cache_->n_slots(i_layer); }
-    uint8_t * layer_slots(int i_layer) const { return slab_ + slab_offset_[(size_t) i_layer]; } // first slot of the layer
+    uint8_t * layer_slots(int i_layer) const { return slab_->data() + slab_offset_[(size_t) i_layer]; } // first slot of the layer
 
     std::unique_lock<std::mutex> lock() { return std::unique_lock<std::mutex>(mutex_); }
 
@@ -66,15 +66,14 @@ class PagedExperts {
     void      end_pass();         // called after a layer's last matmul of a batch
     void      set_hooks(const mkd_hooks & hooks) { hooks_ = hooks; }
 
-    uint64_t slab_bytes() const { return slab_bytes_; }
+    uint64_t slab_bytes() const { return slab_->bytes(); }
 
   private:
     std::unique_ptr<ExpertStore> store_;
     Lanes                        lanes_;
     std::unique_ptr<ExpertCache> cache_;
     std::vector<int>             layer_index_; // [layer] -> i_layer
-    uint8_t *                    slab_       = nullptr;
-    uint64_t                     slab_bytes_ = 0;
+    std::unique_ptr<HugeMemory>  slab_;
     std::vector<size_t>          slab_offset_;
     std::mutex                   mutex_;
     mkd_hooks                    hooks_{};

@@ -1,24 +1,23 @@
 #include "backend/resident-buffer.h"
 
-#include <sys/mman.h>
+#include <algorithm>
 
 namespace mkd {
-
-namespace {
-
-constexpr size_t kHugePageBytes = 2u << 20;
-
-} // namespace
 
 struct ResidentBufferCalls {
     // buffer
 
-    static void free_buffer(ggml_backend_buffer_t buffer) { munmap(buffer->context, buffer->size); }
+    static void free_buffer(ggml_backend_buffer_t) {} // the type owns the memory
 
     static ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
         ResidentBufferType & type = *(ResidentBufferType *) buffer->buft->context;
-        if (type.loading_ && !tensor->view_src) {
-            type.tensors_.emplace_back(tensor, tensor->name);
+        if (!tensor->view_src) {
+            const auto place = type.places_.find(tensor->name);
+            if (place == type.places_.end() || place->second.bytes != ggml_nbytes(tensor)) {
+                return GGML_STATUS_FAILED; // llama.cpp checked the header that these places come from: a bug of ours
+            }
+            tensor->data = type.memory_.data() + place->second.offset;
+            type.hidden_.emplace_back(tensor, tensor->name);
             ggml_set_name(tensor, "");
         }
         return GGML_STATUS_SUCCESS;
@@ -29,14 +28,12 @@ struct ResidentBufferCalls {
     static const char * get_name(ggml_backend_buffer_type_t) { return "MKD_Resident"; }
 
     static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
-        void * memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (memory == MAP_FAILED) {
-            return nullptr; // llama.cpp says that it could not allocate
+        ResidentBufferType & type = *(ResidentBufferType *) buft->context;
+        if (!type.loading_) {
+            return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
         }
-        if (size >= kHugePageBytes) {
-            madvise(memory, size, MADV_HUGEPAGE);
-        }
-        ggml_backend_buffer_t buffer = ggml_backend_cpu_buffer_from_ptr(memory, size);
+        // ggml lays the tensors out in `size` bytes and checks that they fit; init_tensor then moves them to their places in the file
+        ggml_backend_buffer_t buffer = ggml_backend_cpu_buffer_from_ptr(type.memory_.data(), std::max<size_t>(size, type.memory_.bytes()));
         buffer->buft                 = buft;
         buffer->iface.free_buffer    = free_buffer;
         buffer->iface.init_tensor    = init_tensor;
@@ -47,7 +44,7 @@ struct ResidentBufferCalls {
     static bool   is_host(ggml_backend_buffer_type_t) { return true; }
 };
 
-ResidentBufferType::ResidentBufferType()
+ResidentBufferType::ResidentBufferType(const HugeMemory & memory, std::map<std::string, Place> places)
     : buft_{
           /* .iface = */ {
               /* .get_name       = */ ResidentBufferCalls::get_name,
@@ -59,14 +56,16 @@ ResidentBufferType::ResidentBufferType()
           },
           /* .device  = */ ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU),
           /* .context = */ this,
-      } {}
+      },
+      places_(std::move(places)), memory_(memory) {}
 
-std::vector<ResidentBufferType::NamedTensor> ResidentBufferType::restore_names() {
+void ResidentBufferType::restore_names() {
     loading_ = false;
-    for (const auto & [tensor, name] : tensors_) {
+    for (const auto & [tensor, name] : hidden_) {
         ggml_set_name(tensor, name.c_str());
     }
-    return std::move(tensors_);
+    hidden_.clear();
+    places_.clear();
 }
 
 } // namespace mkd

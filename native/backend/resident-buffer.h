@@ -1,40 +1,46 @@
-// backend/resident-buffer.h: the buffer type of resident weights: host memory in huge pages, filled after llama.cpp has made the tensors.
+// backend/resident-buffer.h: the buffer type of resident weights: resident.gguf as it lies in its file, in anonymous memory.
 //
-// The same as ggml's CPU buffer type, but for two things. Its memory is an anonymous mapping that asks for huge pages: loading takes a page fault
-// per 2 MiB instead of one per 4 KiB, and matmuls miss the TLB less; where there are no huge pages it is plain memory. And while the model
-// loads, it hides its tensors' names, so that llama.cpp reads none of them (as in backend/flash-buffer.h): model/resident-loader.h brings
-// their bytes afterwards, in the order of the file and by several lanes.
+// Like mmap, but with memory that nobody takes away: the buffer has the file's layout, so the file can be read straight into it, front to back,
+// aligned, without a copy (model/resident-loader.h), before llama.cpp has even made the tensors. When llama.cpp then asks for a tensor's place, it
+// is given that place, and the tensor's name is hidden while the model loads, so that llama.cpp reads nothing (as in backend/flash-buffer.h).
 //
-// One object per model; it must outlive the model. Threads: as the model's loading.
+// One object per model; it must outlive the model. Threads: as the model's loading; the memory is the loader's until that is done.
 
 #pragma once
 
+#include "base/huge-memory.h"
 #include "ggml-backend-impl.h"
 
+#include <cstdint>
+#include <map>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace mkd {
 
 class ResidentBufferType {
   public:
-    using NamedTensor = std::pair<ggml_tensor *, std::string>;
+    struct Place {
+        uint64_t offset, bytes; // in the file
+    };
 
-    ResidentBufferType();
+    // memory: room for the whole file, which somebody else fills; outlives this. places: by tensor name.
+    ResidentBufferType(const HugeMemory & memory, std::map<std::string, Place> places);
     ResidentBufferType(const ResidentBufferType &)             = delete;
     ResidentBufferType & operator=(const ResidentBufferType &) = delete;
 
     ggml_backend_buffer_type_t buft() { return &buft_; }
 
-    // After loading: names are back, later tensors (a LoRA's) keep theirs. Returns the tensors that still need their bytes.
-    std::vector<NamedTensor> restore_names();
+    // After loading: names are back; later tensors (a LoRA's) get memory of their own.
+    void restore_names();
 
   private:
     friend struct ResidentBufferCalls;
-    ggml_backend_buffer_type buft_;
-    std::vector<NamedTensor> tensors_;
-    bool                     loading_ = true;
+    ggml_backend_buffer_type                           buft_;
+    std::map<std::string, Place>                       places_;
+    const HugeMemory &                                 memory_;
+    std::vector<std::pair<ggml_tensor *, std::string>> hidden_;
+    bool                                               loading_ = true;
 };
 
 } // namespace mkd

@@ -8,6 +8,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/huge-memory.h"
 #include "io/slow.h"
 
 #include <fcntl.h>
@@ -38,19 +39,6 @@ constexpr uint64_t kMaxScratchBytes = 1ull << 30;
 constexpr uint64_t kMaxBlockBytes   = 1ull << 30;
 constexpr int      kMaxLanes        = 256;
 constexpr double   kBehindTolerated = 0.05; // of the time that all lanes spent
-
-struct FreeDeleter {
-    void operator()(void * p) const { std::free(p); }
-};
-using AlignedBytes = std::unique_ptr<uint8_t, FreeDeleter>;
-
-AlignedBytes allocate_aligned(uint64_t bytes) {
-    AlignedBytes block((uint8_t *) std::aligned_alloc(MKD_ALIGN_BYTES, bytes));
-    if (!block) {
-        fail(MKD_ERR_NOMEM, "iobench: no memory for a block of %llu bytes", (unsigned long long) bytes);
-    }
-    return block;
-}
 
 uint64_t mix(uint64_t x) { // splitmix64's finaliser
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -340,17 +328,17 @@ mkd_iobench_result run_iobench(const mkd_iobench_params & params, std::string * 
         source = make_slow_source(std::move(source), throttle);
     }
 
-    std::vector<AlignedBytes> blocks;
+    std::vector<std::unique_ptr<HugeMemory>> blocks; // in huge pages, as the engine's slots are
     for (int i = 0; i < params.n_lanes; i++) {
-        blocks.push_back(allocate_aligned(params.block_bytes));
+        blocks.push_back(std::make_unique<HugeMemory>(std::max(params.block_bytes, HugeMemory::kHugePageBytes), "iobench"));
     }
     const uint64_t max_reads = params.total_bytes ? (params.total_bytes + params.block_bytes - 1) / params.block_bytes : UINT64_MAX;
     const Plan     plan{*source, params.block_bytes, n_blocks, max_reads, params.max_us, params.sequential, Shuffle(n_blocks, params.seed), params.n_lanes};
     Progress       progress;
     std::vector<std::thread> lanes;
     try {
-        for (const AlignedBytes & block : blocks) {
-            lanes.emplace_back(run_lane, std::cref(plan), std::ref(progress), block.get());
+        for (const auto & block : blocks) {
+            lanes.emplace_back(run_lane, std::cref(plan), std::ref(progress), block->data());
         }
     } catch (const std::system_error & error) {
         progress.stop_with(std::make_exception_ptr(Error(MKD_ERR_NOMEM, format("iobench: a thread could not be started: %s", error.what()))));

@@ -99,6 +99,14 @@ std::string routed_pattern(const PackageIndex & index) {
     return "^blk\\.(" + layers + ")\\.ffn_(gate|up|down|gate_up)_exps\\.weight$";
 }
 
+std::map<std::string, ResidentBufferType::Place> resident_places(const GgufStream & stream) {
+    std::map<std::string, ResidentBufferType::Place> places;
+    for (const GgufStream::ResidentTensor & tensor : stream.resident_tensors()) {
+        places[tensor.name] = { tensor.file_offset, tensor.bytes };
+    }
+    return places;
+}
+
 int32_t meta_int(const llama_model * model, const std::string & key, int32_t missing) {
     char text[64];
     return llama_model_meta_val_str(model, key.c_str(), text, sizeof text) > 0 ? (int32_t) strtol(text, nullptr, 10) : missing;
@@ -138,7 +146,11 @@ class LlamaEngine final : public Engine {
             open_stock();
         }
         check_writes_text();
-        open_context();
+        open_context(); // meanwhile the resident weights arrive
+        if (resident_loader_) {
+            load_info_.resident_read_bytes += resident_loader_->finish();
+            resident_loader_.reset();
+        }
         fill_model_info();
         apply_lora();
         if (experts_) {
@@ -190,10 +202,13 @@ class LlamaEngine final : public Engine {
     // destroyed in reverse order: adapter, context, model, then what the model's tensors point to
     std::unique_ptr<PagedExperts>                         experts_;
     std::unique_ptr<FlashBufferType>                      flash_;
+    std::unique_ptr<HugeMemory>                           resident_memory_;
     std::unique_ptr<ResidentBufferType>                   resident_;
     std::unique_ptr<llama_model, ModelDeleter>            model_;
     std::unique_ptr<llama_context, ContextDeleter>        ctx_;
     std::unique_ptr<llama_adapter_lora, LoraDeleter>      lora_;
+
+    std::unique_ptr<ResidentLoader> resident_loader_; // while opening only
 };
 
 void LlamaEngine::open_package() {
@@ -209,22 +224,28 @@ void LlamaEngine::open_package() {
     load_info_.direct_io = experts_->store().direct_io();
     snprintf(load_info_.note, sizeof load_info_.note, "%s", experts_->store().note().c_str());
 
+    if (!params_.use_extra_bufts) { // else llama.cpp repacks weights on the way, and reads them from the stream
+        resident_memory_ = std::make_unique<HugeMemory>(experts_->index().resident_file_bytes, "resident weights");
+        resident_loader_ = std::make_unique<ResidentLoader>(experts_->index().resident_path, params_.direct_io, n_lanes, *resident_memory_);
+    }
     ggml_backend_mkd_register();
-    flash_    = std::make_unique<FlashBufferType>(*experts_);
-    resident_ = std::make_unique<ResidentBufferType>();
+    flash_ = std::make_unique<FlashBufferType>(*experts_);
+    GgufStream stream(experts_->index(), params_.direct_io, n_lanes);
+    if (resident_memory_) {
+        resident_ = std::make_unique<ResidentBufferType>(*resident_memory_, resident_places(stream));
+    }
 
-    // The first pattern that matches decides. llama.cpp's repacked weights have buffer types of their own: then only routed tensors are ours.
+    // the first pattern that matches decides
     const std::string                      pattern     = routed_pattern(experts_->index());
     const llama_model_tensor_buft_override overrides[] = {
         { pattern.c_str(), flash_->buft() },
-        { params_.use_extra_bufts ? nullptr : ".", resident_->buft() },
+        { resident_ ? "." : nullptr, resident_ ? resident_->buft() : nullptr },
         { nullptr, nullptr },
     };
     llama_model_params                      mp          = model_params();
     mp.load_mode             = LLAMA_LOAD_MODE_NONE;
     mp.tensor_buft_overrides = overrides;
 
-    GgufStream stream(experts_->index(), params_.direct_io, n_lanes);
     model_.reset(llama_model_load_from_file_ptr(stream.file(), mp));
     if (stream.error()) {
         std::rethrow_exception(stream.error());
@@ -244,8 +265,10 @@ void LlamaEngine::open_package() {
     if (n_bound != n_routed) {
         fail(MKD_ERR_FORMAT, "%s: the model has %zu routed tensors, the shards hold %zu", path.c_str(), n_bound, n_routed);
     }
-    const uint64_t loaded_bytes       = load_resident(stream, resident_->restore_names(), params_.direct_io, n_lanes);
-    load_info_.resident_read_bytes    = loaded_bytes + stream.resident_read_bytes();
+    if (resident_) {
+        resident_->restore_names();
+    }
+    load_info_.resident_read_bytes    = stream.resident_read_bytes();
     load_info_.routed_requested_bytes = stream.routed_requested_bytes();
 }
 

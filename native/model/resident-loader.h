@@ -1,21 +1,39 @@
-// model/resident-loader.h: brings the resident weights, at the storage's sequential rate.
+// model/resident-loader.h: reads resident.gguf into the resident buffer, at the storage's sequential rate.
 //
-// Reads resident.gguf once, front to back, in aligned blocks with O_DIRECT, several in flight; each lane copies its block's bytes to the
-// tensors that they belong to. So the file's order decides, not the order in which llama.cpp made the tensors; nothing is read twice, and no page
-// of the file stays in the page cache.
+// Front to back, in aligned blocks with O_DIRECT, several in flight, straight into the buffer (backend/resident-buffer.h has the file's layout):
+// no copy, nothing read twice, no page left in the page cache. Reading begins with the constructor and goes on while llama.cpp parses the
+// vocabulary, makes the tensors and reserves the context; finish() waits for the rest. Nothing is computed before.
 //
-// Threads: called by the thread that loads; the lanes are its own and end with the call.
+// Threads: constructor and finish() on one thread; the lanes are the loader's own.
 
 #pragma once
 
-#include "backend/resident-buffer.h"
-#include "model/gguf-stream.h"
+#include "base/huge-memory.h"
+#include "io/lanes.h"
 
+#include <memory>
+#include <string>
 #include <vector>
 
 namespace mkd {
 
-// Fills tensors (host memory) from the stream's file. Returns the bytes read. Throws Error(IO, FORMAT, NOMEM).
-uint64_t load_resident(const GgufStream & stream, const std::vector<ResidentBufferType::NamedTensor> & tensors, bool direct_io, int n_lanes);
+class ResidentLoader {
+  public:
+    static constexpr uint64_t kBlockBytes = 4u << 20;
+
+    // dst has room for the whole file and must outlive the loader. Throws Error(IO, NOMEM).
+    ResidentLoader(const std::string & path, bool direct_io, int n_lanes, const HugeMemory & dst);
+    ~ResidentLoader(); // waits for what is in flight
+
+    // Returns the bytes read. Throws Error(IO).
+    uint64_t finish();
+
+  private:
+    std::unique_ptr<ByteSource> source_;
+    uint8_t *                   dst_;
+    uint64_t                    whole_bytes_; // what aligned reads can bring
+    std::vector<ReadRequest>    requests_;    // one per block
+    std::unique_ptr<Lanes>      lanes_;
+};
 
 } // namespace mkd
