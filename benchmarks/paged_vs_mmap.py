@@ -29,12 +29,12 @@ import rich
 import rich.table
 
 from mkdeploy import iobench
-from mkdeploy.bench import BenchOptions, Record, measure
-from mkdeploy.bench_options import CAP_MARGIN_BYTES
-from mkdeploy.convert import convert
-from mkdeploy.engine import EngineOptions, start
-from mkdeploy.inspection import inspect
-from mkdeploy.memcap import drop_file_pages
+from mkdeploy.bench.measure import BenchOptions, Record, measure
+from mkdeploy.bench.memcap import drop_file_pages
+from mkdeploy.bench.options import CAP_MARGIN_BYTES
+from mkdeploy.convert.pipeline import convert
+from mkdeploy.engine.process import EngineOptions, start
+from mkdeploy.package.inspection import inspect
 from mkdeploy.progress import RichProgress
 from mkdeploy.sizes import format_size
 

@@ -1,14 +1,11 @@
 #ifndef _GNU_SOURCE
-#    define _GNU_SOURCE 1 // dl_iterate_phdr
+#    define _GNU_SOURCE 1 // dladdr
 #endif
 
 #include "base/process.h"
 
 #include <cstdio>
-#include <cstring>
-#include <link.h>
-#include <set>
-#include <string>
+#include <dlfcn.h>
 
 namespace mkd {
 
@@ -27,21 +24,18 @@ uint64_t rss_anon_bytes() {
     return (uint64_t) (anon ? anon : all) * 1024;
 }
 
-int n_loaded_libraries(const char * part) {
-    struct Search {
-        const char *          part;
-        std::set<std::string> names;
-    } search{ part, {} };
-    dl_iterate_phdr(
-        [](dl_phdr_info * info, size_t, void * data) {
-            Search & found = *(Search *) data;
-            if (info->dlpi_name && strstr(info->dlpi_name, found.part)) {
-                found.names.insert(info->dlpi_name);
-            }
-            return 0;
-        },
-        &search);
-    return (int) search.names.size();
+const void * symbol_seen_from(const void * inside, const char * symbol) {
+    Dl_info info;
+    if (!dladdr(inside, &info) || !info.dli_fname) {
+        return nullptr;
+    }
+    void * library = dlopen(info.dli_fname, RTLD_NOLOAD | RTLD_LAZY);
+    if (!library) {
+        return nullptr;
+    }
+    const void * address = dlsym(library, symbol); // in the library and what it depends on
+    dlclose(library);
+    return address;
 }
 
 } // namespace mkd

@@ -9,7 +9,7 @@ namespace mkd {
 // Anonymous resident memory in bytes (RssAnon of /proc/self/status; VmRSS where the kernel does not split it). 0 if unknown.
 uint64_t rss_anon_bytes();
 
-// How many different files whose name contains `part` are mapped: more than one libggml-base means two registries.
-int n_loaded_libraries(const char * part);
+// The address of `symbol` as the shared library that holds `inside` sees it; null if it is linked statically or has no such symbol.
+const void * symbol_seen_from(const void * inside, const char * symbol);
 
 } // namespace mkd

@@ -67,8 +67,11 @@ void check_libraries() {
         fail(MKD_ERR_VERSION, "built for llama.cpp %s with ggml %s, but %s with %s is loaded; run `make native`", MKD_LLAMA_VERSION,
              MKD_GGML_VERSION, llama_version(), ggml.c_str());
     }
-    if (n_loaded_libraries("libggml-base") > 1) {
-        fail(MKD_ERR_VERSION, "two copies of libggml-base are loaded in this process; load llama.cpp from llama_cpp/lib only");
+    // Other copies of libggml-base may be in the process (llama_cpp's Python module loads one more); ours must be the one of llama.cpp.
+    const void * seen = symbol_seen_from((const void *) llama_version, "ggml_backend_register");
+    if (seen && seen != (const void *) ggml_backend_register) {
+        fail(MKD_ERR_VERSION, "llama.cpp uses another copy of libggml-base than this engine, and would never see its device; "
+             "load llama.cpp from llama_cpp/lib only");
     }
 }
 

@@ -17,9 +17,9 @@ import numpy.typing as npt
 import pytest
 
 from mkdeploy.bindings.session import Session
-from mkdeploy.convert import convert
-from mkdeploy.merge import merge
-from mkdeploy.verify import open_package
+from mkdeploy.convert.merge import merge
+from mkdeploy.convert.pipeline import convert
+from mkdeploy.package.verify import open_package
 from models.tiny import TINY_ARCHS, build_tiny
 
 SAMPLE = Path(__file__).resolve().parents[2] / "toolkit" / "mkdeploy" / "data" / "bench.txt"

@@ -5,6 +5,7 @@ References are stock llama.cpp on the merged GGUF and plain NumPy, never the eng
 
 import json
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,16 +15,16 @@ import numpy as np
 import pytest
 
 import mkdeploy
-from mkdeploy.bench import BenchOptions, bench, measure
+from mkdeploy.bench.measure import BenchOptions, bench, measure
+from mkdeploy.bench.record import LLAMA_BENCH_FIELDS
 from mkdeploy.bindings.session import Session, Store, Token
-from mkdeploy.convert import convert
-from mkdeploy.engine import EngineOptions, SamplingOptions
+from mkdeploy.convert.merge import merge
+from mkdeploy.convert.pipeline import convert
+from mkdeploy.engine.process import EngineOptions, SamplingOptions
 from mkdeploy.errors import BudgetError, MkdeployError, UsageError
 from mkdeploy.evaluate import evaluate
 from mkdeploy.gguf_io import read_header
-from mkdeploy.merge import merge
 from mkdeploy.model_file import tokenize
-from mkdeploy.record import LLAMA_BENCH_FIELDS
 from mkdeploy.run import run
 from models.tiny import build_tiny
 
@@ -300,3 +301,15 @@ def test_eval_is_llama_perplexitys_formula(folder: Path) -> None:
                 nll.append(float(np.log(np.exp(row - row.max()).sum()) + row.max() - row[window[i + 1]]))
     assert seen.ppl == pytest.approx(np.exp(np.mean(nll)), rel=1e-12)
     assert (seen.kl, seen.top1_agreement) == (None, None)
+
+
+def test_a_session_works_beside_llama_cpps_own_python_module(folder: Path) -> None:
+    """`import llama_cpp` maps one more copy of libggml-base; the engine must still find llama.cpp's registry."""
+    code = (
+        "import sys, llama_cpp; from mkdeploy import Session; s = Session(sys.argv[1], n_ctx=64);"
+        "print(len(s.generate([1, 2, 3], 4, temp=0).tokens), s.stats.n_misses > 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder / "model.mkd")], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    n_tokens, paged = done.stdout.split()
+    assert 1 <= int(n_tokens) <= 4 and paged == "True"

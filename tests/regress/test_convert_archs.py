@@ -7,10 +7,10 @@ from typing import Any
 import llama_cpp
 import pytest
 
-from mkdeploy.convert import convert
+from mkdeploy.convert.merge import merge
+from mkdeploy.convert.pipeline import convert
 from mkdeploy.errors import MkdeployError
-from mkdeploy.inspection import inspect
-from mkdeploy.merge import merge
+from mkdeploy.package.inspection import inspect
 from models.tiny import TINY_ARCHS, build_tiny, build_tiny_dense
 from tests.unit.convert_samples import read_tensors
 

@@ -20,8 +20,8 @@ N_EXPERT, N_EMBD, N_FF = 64, 1024, 704
 SCRIPT = """
 import json, re, resource, sys
 from pathlib import Path
-from mkdeploy.convert import convert
-from mkdeploy.merge import merge
+from mkdeploy.convert.pipeline import convert
+from mkdeploy.convert.merge import merge
 convert(Path(sys.argv[1]), Path(sys.argv[2]), keep_types=sys.argv[3] == "keep")
 merge(Path(sys.argv[2]), Path(sys.argv[2] + ".gguf"))
 # not ru_maxrss for this process: it survives exec, so it would tell how large the test runner is

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from mkdeploy.engine_events import Hello, Loaded, Test, parse_event
+from mkdeploy.engine.events import Hello, Loaded, Test, parse_event
 
 MODEL = {
     **{"n_layer": 30, "n_moe_layer": 30, "n_expert": 32, "n_expert_used": 8, "n_vocab": 49152, "n_embd": 576},

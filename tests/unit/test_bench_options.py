@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mkdeploy.bench_options import (
+from mkdeploy.bench.memcap import MemoryCap, drop_file_pages, memory_cap
+from mkdeploy.bench.options import (
     BenchOptions,
     baseline,
     bench_argv,
@@ -16,9 +17,8 @@ from mkdeploy.bench_options import (
     parse_name_list,
     parse_size_list,
 )
-from mkdeploy.engine import EngineOptions
+from mkdeploy.engine.process import EngineOptions
 from mkdeploy.errors import UsageError
-from mkdeploy.memcap import MemoryCap, drop_file_pages, memory_cap
 from mkdeploy.run import closing_line, run, stats_of, unescape
 from tests.unit.engine_samples import DONE, line, sample_loaded
 
@@ -107,7 +107,7 @@ def test_without_a_controller_there_is_no_limit_and_it_says_why(tmp_path: Path) 
 
 
 def test_version_1_is_joined_before_the_command_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mkdeploy.memcap.REMOVE_TRIES", 1)  # a plain folder does not go away with its files
+    monkeypatch.setattr("mkdeploy.bench.memcap.REMOVE_TRIES", 1)  # a plain folder does not go away with its files
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("0")
     with memory_cap(2**30, root=tmp_path) as cap:
@@ -117,7 +117,7 @@ def test_version_1_is_joined_before_the_command_starts(tmp_path: Path, monkeypat
 
 
 def test_version_2_is_used_where_version_1_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mkdeploy.memcap.REMOVE_TRIES", 1)
+    monkeypatch.setattr("mkdeploy.bench.memcap.REMOVE_TRIES", 1)
     (tmp_path / "cgroup.controllers").write_text("cpu memory")
     (tmp_path / "cgroup.subtree_control").write_text("memory")
     with memory_cap(2**30, root=tmp_path) as cap:
@@ -182,7 +182,7 @@ def test_runs_that_make_no_sense_are_usage_errors(options: dict[str, object], me
 
 
 def test_the_closing_line_says_what_paging_cost() -> None:
-    from mkdeploy.engine_events import Done, parse_event
+    from mkdeploy.engine.events import Done, parse_event
 
     done = parse_event(line(DONE))
     assert isinstance(done, Done)

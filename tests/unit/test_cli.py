@@ -24,9 +24,9 @@ def convert_raises(monkeypatch: pytest.MonkeyPatch) -> Any:
         def convert(*_args: Any, **_options: Any) -> None:
             raise error
 
-        module = types.ModuleType("mkdeploy.convert")
+        module = types.ModuleType("mkdeploy.convert.pipeline")
         module.convert = convert  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "mkdeploy.convert", module)
+        monkeypatch.setitem(sys.modules, "mkdeploy.convert.pipeline", module)
 
     return install
 

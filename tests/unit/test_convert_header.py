@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import pytest
 
-from mkdeploy.convert import convert
+from mkdeploy.convert.pipeline import convert
 from mkdeploy.errors import MkdeployError
 from mkdeploy.ggml_types import TYPE_BY_ID
 from mkdeploy.gguf_io import encode_header, kv_str, kv_str_list, kv_u32, kv_u64_list, read_header

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-import mkdeploy.convert
-import mkdeploy.output
-from mkdeploy.convert import convert
+import mkdeploy.convert.output
+import mkdeploy.convert.pipeline
+from mkdeploy.convert.merge import merge
+from mkdeploy.convert.pipeline import convert
 from mkdeploy.errors import MkdeployError
-from mkdeploy.merge import merge
-from mkdeploy.package import read_manifest
+from mkdeploy.package.manifest import read_manifest
 from tests.unit.convert_samples import Sample, Watcher, write_sample
 
 PHASES = ["quantise", "resident", "experts"]
@@ -53,7 +53,7 @@ def test_a_signal_leaves_nothing(
 @pytest.mark.parametrize("phase", PHASES)
 def test_after_a_crash_the_next_run_says_so_and_cleans_up(model: Path, tmp_path: Path, phase: str) -> None:
     script = (
-        "import os, signal, sys; from pathlib import Path; from mkdeploy.convert import convert\n"
+        "import os, signal, sys; from pathlib import Path; from mkdeploy.convert.pipeline import convert\n"
         "from mkdeploy.progress import NullProgress\n"
         "class P(NullProgress):\n"
         "    def start(self, label, total):\n"
@@ -112,7 +112,7 @@ def test_an_existing_package_needs_force(model: Path, tmp_path: Path) -> None:
 
 
 def test_force_without_an_exchanging_kernel(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mkdeploy.output, "_exchange", lambda a, b: False)
+    monkeypatch.setattr(mkdeploy.convert.output, "_exchange", lambda a, b: False)
     out = tmp_path / "p.mkd"
     convert(model, out)
     second = convert(model, out, resident_type="q8_0", force=True).package_id
@@ -148,7 +148,7 @@ def test_unwritable_parent(model: Path, tmp_path: Path) -> None:
 
 def test_too_little_disk_is_said_before_writing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(mkdeploy.output.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(mkdeploy.convert.output.shutil, "disk_usage", lambda path: usage)
     show = Watcher()
     with pytest.raises(
         MkdeployError, match=r"\d+ bytes are needed \(\d+ for the package, \d+ for the quantised.* 1000 are free"
@@ -161,7 +161,7 @@ def test_too_little_disk_is_said_before_writing(model: Path, tmp_path: Path, mon
 def test_a_disk_that_fills_up(model: Path, tmp_path: Path, limit: int, keep: bool) -> None:
     """RLIMIT_FSIZE gives EFBIG where a full disk gives ENOSPC: in llama.cpp, in a shard, in resident.gguf."""
     script = (
-        "import json, resource, sys; from pathlib import Path; from mkdeploy.convert import convert\n"
+        "import json, resource, sys; from pathlib import Path; from mkdeploy.convert.pipeline import convert\n"
         "from mkdeploy.errors import MkdeployError\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)\n"
         "try: convert(Path(sys.argv[1]), Path(sys.argv[2]), keep_types=sys.argv[4] == 'True')\n"

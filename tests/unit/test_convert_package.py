@@ -11,12 +11,12 @@ import gguf
 import numpy as np
 import pytest
 
-from mkdeploy.convert import convert
+from mkdeploy.convert.merge import merge
+from mkdeploy.convert.pipeline import convert
 from mkdeploy.errors import MkdeployError, UsageError
-from mkdeploy.inspection import inspect
-from mkdeploy.merge import merge
-from mkdeploy.package import read_manifest
-from mkdeploy.verify import open_package
+from mkdeploy.package.inspection import inspect
+from mkdeploy.package.manifest import read_manifest
+from mkdeploy.package.verify import open_package
 from tests.unit.convert_samples import Q, Sample, Watcher, read_tensors, write_sample
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import gguf
 import pytest
 
-from mkdeploy.convert import convert
+from mkdeploy.convert.merge import merge
+from mkdeploy.convert.pipeline import convert
+from mkdeploy.convert.source import moe_layout, open_source
 from mkdeploy.errors import MkdeployError
-from mkdeploy.merge import merge
-from mkdeploy.model_source import moe_layout, open_source
-from mkdeploy.package import read_manifest
+from mkdeploy.package.manifest import read_manifest
 from tests.unit.convert_samples import Sample, Watcher, read_tensors, write_sample, write_splits
 from tests.unit.test_convert_header import refuse
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from mkdeploy.engine import Engine, EngineOptions, LocalProcess, SamplingOptions, start
-from mkdeploy.engine_events import Done, Failure, Note, TokenEvent, Unknown, failure, parse_event
+from mkdeploy.engine.events import Done, Failure, Note, TokenEvent, Unknown, failure, parse_event
+from mkdeploy.engine.process import Engine, EngineOptions, LocalProcess, SamplingOptions, start
 from mkdeploy.errors import BudgetError, MkdeployError, UsageError
 from tests.unit.engine_samples import DONE, HELLO, LOADED, STATS, TEST, line, sample_loaded, sample_test
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mkdeploy.errors import MkdeployError
-from mkdeploy.package import Manifest, dump_manifest, parse_manifest, read_manifest
+from mkdeploy.package.manifest import Manifest, dump_manifest, parse_manifest, read_manifest
 
 HASH = "0123456789abcdef" * 4
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mkdeploy.convert import convert
+from mkdeploy.convert.merge import merge
+from mkdeploy.convert.pipeline import convert
 from mkdeploy.errors import MkdeployError
 from mkdeploy.gguf_io import read_header
-from mkdeploy.inspection import inspect, render
-from mkdeploy.merge import merge
-from mkdeploy.verify import open_package
+from mkdeploy.package.inspection import inspect, render
+from mkdeploy.package.verify import open_package
 from tests.unit.convert_samples import Sample, write_sample
 
 SHARD_BYTES = 40_000

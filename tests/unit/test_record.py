@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from mkdeploy.bench import with_ratios
+from mkdeploy.bench.measure import with_ratios
+from mkdeploy.bench.record import LLAMA_BENCH_FIELDS, Record, Setting, join_tests, make_record, render
 from mkdeploy.errors import UsageError
-from mkdeploy.record import LLAMA_BENCH_FIELDS, Record, Setting, join_tests, make_record, render
 from tests.unit.engine_samples import STATS, sample_hello, sample_loaded, sample_test
 
 # test::get_fields() of tools/llama-bench/llama-bench.cpp in the pinned llama.cpp, copied.

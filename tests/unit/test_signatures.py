@@ -28,8 +28,8 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from mkdeploy import engine_info
 from mkdeploy.bindings import signatures
+from mkdeploy.engine import info as engine_info
 from mkdeploy.errors import MkdeployError
 
 HEADER = Path(__file__).resolve().parents[2] / "native" / "include" / "mkd.h"

@@ -106,7 +106,7 @@ def convert(
 
     if merge:
         refuse_with(context, "--merge", given={"resident_type", "expert_type", "keep_types", "shard_bytes", "imatrix"})
-        from mkdeploy.merge import merge as merge_package
+        from mkdeploy.convert.merge import merge as merge_package
 
         with RichProgress() as progress:
             merged = merge_package(source, out, progress=progress, force=force)
@@ -116,7 +116,7 @@ def convert(
             print(f"{merged.path}: {merged.n_tensors} tensors, {format_size(merged.total_bytes)}")
         return
 
-    from mkdeploy.convert import convert as convert_model
+    from mkdeploy.convert.pipeline import convert as convert_model
 
     with RichProgress() as progress:
         made = convert_model(
@@ -149,8 +149,8 @@ def inspect(
 
     Prints each layer's experts, bytes and types, what one token needs, and what share of the experts a budget holds.
     """
-    from mkdeploy.inspection import inspect as inspect_package
-    from mkdeploy.inspection import render
+    from mkdeploy.package.inspection import inspect as inspect_package
+    from mkdeploy.package.inspection import render
     from mkdeploy.progress import RichProgress
 
     with RichProgress() as progress:

@@ -75,7 +75,7 @@ def run(
     The text goes to stdout; speed, hit rate, flash traffic and where the memory went go to stderr.
     """
     from mkdeploy import run as run_module
-    from mkdeploy.engine import EngineOptions, SamplingOptions
+    from mkdeploy.engine.process import EngineOptions, SamplingOptions
 
     result = run_module.run(
         package,
@@ -154,8 +154,8 @@ def bench(
 
     Lists are written as llama-bench writes them (1,8,32 or 16-128*2) and give one row per combination.
     """
-    from mkdeploy import bench as bench_module
-    from mkdeploy.engine import EngineOptions
+    from mkdeploy.bench import measure as bench_module
+    from mkdeploy.engine.process import EngineOptions
 
     ints, names = bench_module.parse_int_list, bench_module.parse_name_list
     options = bench_module.BenchOptions(
@@ -210,7 +210,7 @@ def iobench(
 ) -> None:
     """Measure storage as the engine reads it: block size by reads in flight, direct and buffered."""
     from mkdeploy import iobench as iobench_module
-    from mkdeploy.bench_options import parse_int_list, parse_size_list
+    from mkdeploy.bench.options import parse_int_list, parse_size_list
     from mkdeploy.profiles import load_profile
 
     rows = iobench_module.iobench(
@@ -247,7 +247,7 @@ def evaluate(
     As llama-perplexity: windows of -c tokens, the second half of each is scored.
     """
     from mkdeploy import evaluate as evaluate_module
-    from mkdeploy.engine import EngineOptions
+    from mkdeploy.engine.process import EngineOptions
     from mkdeploy.progress import RichProgress
 
     engine = EngineOptions(memory=memory or 0, cache_slots=cache_slots, n_threads=n_threads)

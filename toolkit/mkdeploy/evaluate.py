@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mkdeploy.bindings.session import Session
-from mkdeploy.engine import EngineOptions
+from mkdeploy.engine.process import EngineOptions
 from mkdeploy.errors import MkdeployError, UsageError
 from mkdeploy.model_file import metadata_file, read_text
 from mkdeploy.progress import NullProgress, Progress

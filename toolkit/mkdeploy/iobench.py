@@ -15,8 +15,8 @@ from typing import Any
 
 import rich.table
 
-from mkdeploy import engine
-from mkdeploy.engine_events import Unknown
+from mkdeploy.engine import process as engine
+from mkdeploy.engine.events import Unknown
 from mkdeploy.errors import MkdeployError, UsageError
 from mkdeploy.profiles import Profile
 from mkdeploy.sizes import format_size

@@ -25,9 +25,9 @@ import numpy as np
 import rich.console
 
 from mkdeploy.chat import ChatTemplate, Message, Reply, chat_loop
-from mkdeploy.engine import Engine, EngineOptions, SamplingOptions, start
-from mkdeploy.engine_events import Done, Loaded, TokenEvent
-from mkdeploy.engine_info import MemoryInfo
+from mkdeploy.engine.events import Done, Loaded, TokenEvent
+from mkdeploy.engine.info import MemoryInfo
+from mkdeploy.engine.process import Engine, EngineOptions, SamplingOptions, start
 from mkdeploy.errors import MkdeployError, UsageError
 from mkdeploy.model_file import metadata_file, read_text
 from mkdeploy.sizes import format_size

@@ -25,7 +25,7 @@ from mkdeploy.bindings.hooks import OnEvict, OnLoad, OnRoute, make_hooks
 from mkdeploy.bindings.interrupt import interruptible
 from mkdeploy.bindings.status import check, struct_fields
 from mkdeploy.bindings.store import Store
-from mkdeploy.engine_info import LoadInfo, MemoryInfo, ModelInfo, Stats, from_mapping
+from mkdeploy.engine.info import LoadInfo, MemoryInfo, ModelInfo, Stats, from_mapping
 from mkdeploy.errors import UsageError
 from mkdeploy.ggml_types import TYPE_BY_NAME
 from mkdeploy.sizes import parse_size

@@ -2,8 +2,8 @@
 
 Job: `quantize` runs llama_model_quantize with every default that would fight us set explicitly (types of output and
 embedding, a pattern for every tensor so that no heuristic chooses, bounded buffers). Choice: a child process
-(`python -m mkdeploy.quantize`), because llama.cpp reports some errors by aborting, and because its memory is then
-gone when it ends. The request goes in as JSON on stdin; progress and errors come back as JSON lines, mixed with
+(`python -m mkdeploy.convert.quantize`), because llama.cpp reports some errors by aborting, and because its memory is
+then gone when it ends. The request goes in as JSON on stdin; progress and errors come back as JSON lines, mixed with
 llama.cpp's own log, whose last lines go into the error message. Guarantees: the child never outlives its parent.
 What it does not do: decide types, or check them afterwards (type_plan.py does).
 """
@@ -62,7 +62,7 @@ def quantize(request: QuantizeRequest, tensor_bytes: Mapping[str, int], progress
     env = dict(os.environ, GGML_NO_BACKTRACE="1", PYTHONUNBUFFERED="1")
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), env.get("PYTHONPATH"))))
     child = subprocess.Popen(
-        [sys.executable, "-m", "mkdeploy.quantize", str(os.getpid())],
+        [sys.executable, "-m", "mkdeploy.convert.quantize", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -185,8 +185,8 @@ def _overrides(lc: Any, overrides: Sequence[tuple[str, int]]) -> Any:
 
 
 def _imatrix(lc: Any, request: QuantizeRequest) -> tuple[Any, Any]:
-    from mkdeploy.imatrix import read_imatrix
-    from mkdeploy.model_source import open_source
+    from mkdeploy.convert.imatrix import read_imatrix
+    from mkdeploy.convert.source import open_source
 
     assert request.imatrix is not None
     entries = read_imatrix(Path(request.imatrix), open_source(Path(request.src))[0].by_name)

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from mkdeploy.bindings.signatures import MKD_ABI_VERSION
-from mkdeploy.engine_events import Done, Event, Failure, Hello, Loaded, Note, TokenEvent, failure, parse_event
+from mkdeploy.engine.events import Done, Event, Failure, Hello, Loaded, Note, TokenEvent, failure, parse_event
 from mkdeploy.errors import MkdeployError, UsageError
 
 EXIT_WAIT_S = 5.0  # for a child that was told to end

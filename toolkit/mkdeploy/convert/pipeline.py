@@ -18,12 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from mkdeploy import __version__
-from mkdeploy.errors import MkdeployError, UsageError
-from mkdeploy.ggml_types import FTYPE_BY_TYPE, parse_type
-from mkdeploy.gguf_io import Kv, encode_header, iter_range, kv_str, kv_str_list, kv_u32, pad
-from mkdeploy.imatrix import read_imatrix
-from mkdeploy.model_source import MoeLayout, Source, moe_layout, open_source
-from mkdeploy.output import (
+from mkdeploy.convert.imatrix import read_imatrix
+from mkdeploy.convert.output import (
     MANIFEST_NAME,
     FileSink,
     check_free,
@@ -32,19 +28,10 @@ from mkdeploy.output import (
     package_folder,
     stop_signals_raise,
 )
-from mkdeploy.package import (
-    FORMAT_VERSION,
-    LAYOUTS,
-    FileEntry,
-    Manifest,
-    ModelInfo,
-    SourceFile,
-    dump_manifest,
-)
-from mkdeploy.progress import NullProgress, Progress
-from mkdeploy.quantize import QuantizeRequest, quantize
-from mkdeploy.shards import ShardPlan, plan_layer, plan_shards, write_shard
-from mkdeploy.type_plan import (
+from mkdeploy.convert.quantize import QuantizeRequest, quantize
+from mkdeploy.convert.shards import ShardPlan, plan_layer, plan_shards, write_shard
+from mkdeploy.convert.source import MoeLayout, Source, moe_layout, open_source
+from mkdeploy.convert.type_plan import (
     TypePlan,
     check,
     check_request,
@@ -54,6 +41,19 @@ from mkdeploy.type_plan import (
     special_types,
     warnings_of,
 )
+from mkdeploy.errors import MkdeployError, UsageError
+from mkdeploy.ggml_types import FTYPE_BY_TYPE, parse_type
+from mkdeploy.gguf_io import Kv, encode_header, iter_range, kv_str, kv_str_list, kv_u32, pad
+from mkdeploy.package.manifest import (
+    FORMAT_VERSION,
+    LAYOUTS,
+    FileEntry,
+    Manifest,
+    ModelInfo,
+    SourceFile,
+    dump_manifest,
+)
+from mkdeploy.progress import NullProgress, Progress
 
 DEFAULT_SHARD_BYTES = 512 * 2**20
 _QUANTISED_NAME = "quantised.gguf"

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mkdeploy.engine_info import LoadInfo, MemoryInfo, ModelInfo, Stats, from_mapping
+from mkdeploy.engine.info import LoadInfo, MemoryInfo, ModelInfo, Stats, from_mapping
 from mkdeploy.errors import BudgetError, MkdeployError, UsageError
 from mkdeploy.sizes import format_size
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import xxhash
 
+from mkdeploy.convert.output import FileSink
+from mkdeploy.convert.source import MoeLayer, MoeLayout
 from mkdeploy.errors import MkdeployError, UsageError
 from mkdeploy.ggml_types import TYPE_BY_NAME, GgmlType
 from mkdeploy.gguf_io import Kv, encode_header, kv_str, kv_u32, kv_u64_list, pad, tensor_bytes
-from mkdeploy.model_source import MoeLayer, MoeLayout
-from mkdeploy.output import FileSink
-from mkdeploy.package import (
+from mkdeploy.package.manifest import (
     FORMAT_VERSION,
     STRIDE_ALIGNMENT,
     ExpertTensor,

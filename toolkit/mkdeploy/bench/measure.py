@@ -25,8 +25,9 @@ import rich.console
 import rich.progress
 
 import mkdeploy
-from mkdeploy import record
-from mkdeploy.bench_options import (
+from mkdeploy.bench import record
+from mkdeploy.bench.memcap import MemoryCap, drop_all_caches, drop_file_pages, memory_cap
+from mkdeploy.bench.options import (
     CAP_MARGIN_BYTES,
     BenchOptions,
     baseline,
@@ -36,12 +37,11 @@ from mkdeploy.bench_options import (
     parse_name_list,
     parse_size_list,
 )
-from mkdeploy.engine import EngineOptions, start
-from mkdeploy.engine_events import Hello, Loaded, Test
+from mkdeploy.bench.record import Record, Setting, join_tests, make_record
+from mkdeploy.engine.events import Hello, Loaded, Test
+from mkdeploy.engine.process import EngineOptions, start
 from mkdeploy.errors import MkdeployError, UsageError
-from mkdeploy.memcap import MemoryCap, drop_all_caches, drop_file_pages, memory_cap
 from mkdeploy.model_file import metadata_file, n_vocab, read_text, tokenize
-from mkdeploy.record import Record, Setting, join_tests, make_record
 
 __all__ = ["BenchOptions", "Record", "bench", "measure", "parse_int_list", "parse_name_list", "parse_size_list"]
 
@@ -135,10 +135,10 @@ def merged_gguf(package: Path, say: Callable[[str], None]) -> Path:
 
     Its name carries the package's id, and a merge appears whole or not at all, so a file of that name is the right one.
     """
+    from mkdeploy.convert.merge import merge
     from mkdeploy.gguf_io import read_header
-    from mkdeploy.merge import merge
+    from mkdeploy.package.verify import open_package
     from mkdeploy.progress import RichProgress
-    from mkdeploy.verify import open_package
 
     opened = open_package(package)
     parent = package.resolve().parent

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mkdeploy.convert.source import ROLE_ORDERS
 from mkdeploy.errors import MkdeployError
 from mkdeploy.ggml_types import TYPE_BY_NAME
 from mkdeploy.gguf_io import pad, shown, tensor_bytes
-from mkdeploy.model_source import ROLE_ORDERS
 
 FORMAT = "mkdeploy-package"
 FORMAT_VERSION = 1

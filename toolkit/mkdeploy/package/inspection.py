@@ -18,10 +18,10 @@ from rich.text import Text
 
 from mkdeploy.errors import MkdeployError
 from mkdeploy.gguf_io import shown
-from mkdeploy.package import Layer
+from mkdeploy.package.manifest import Layer
+from mkdeploy.package.verify import Package, open_package, verify_package
 from mkdeploy.progress import NullProgress, Progress
 from mkdeploy.sizes import format_size
-from mkdeploy.verify import Package, open_package, verify_package
 
 _SHARES = (0.05, 0.10, 0.25, 0.50, 0.75, 1.00)
 

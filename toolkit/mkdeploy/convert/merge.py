@@ -16,13 +16,13 @@ from typing import Any
 
 import xxhash
 
+from mkdeploy.convert.output import FileSink, check_free, check_parent, new_file, stop_signals_raise
 from mkdeploy.errors import MkdeployError
 from mkdeploy.ggml_types import TYPE_BY_NAME, GgmlType
 from mkdeploy.gguf_io import encode_header, iter_range, pad, shown, tensor_bytes
-from mkdeploy.output import FileSink, check_free, check_parent, new_file, stop_signals_raise
-from mkdeploy.package import ExpertTensor, Layer, expert_tensor_name
+from mkdeploy.package.manifest import ExpertTensor, Layer, expert_tensor_name
+from mkdeploy.package.verify import Package, open_package
 from mkdeploy.progress import NullProgress, Progress
-from mkdeploy.verify import Package, open_package
 
 _ROUTED = re.compile(r"blk\.(\d+)\.ffn_(\w+)_exps\.weight", re.ASCII)
 _AGAIN = "convert or push the package again"

@@ -16,7 +16,7 @@ import xxhash
 
 from mkdeploy.errors import MkdeployError
 from mkdeploy.gguf_io import GgufHeader, TensorInfo, iter_range, read_header, shown
-from mkdeploy.package import (
+from mkdeploy.package.manifest import (
     FORMAT_VERSION,
     KINDS,
     STRIDE_ALIGNMENT,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mkdeploy.engine import EngineOptions
+from mkdeploy.engine.process import EngineOptions
 from mkdeploy.errors import UsageError
 from mkdeploy.sizes import parse_size
 

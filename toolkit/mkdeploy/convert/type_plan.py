@@ -9,10 +9,10 @@ difference between list and library is found by `check` and reported, never pass
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from mkdeploy.convert.source import MoeLayout, Source
 from mkdeploy.errors import MkdeployError
 from mkdeploy.ggml_types import NEEDS_IMATRIX, GgmlType, fit_type
 from mkdeploy.gguf_io import tensor_bytes
-from mkdeploy.model_source import MoeLayout, Source
 
 # Names (or parts of them) that llama.cpp leaves as they are, whatever is asked.
 _KEPT_PARTS = (

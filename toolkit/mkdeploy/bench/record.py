@@ -16,8 +16,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from mkdeploy.engine_events import Hello, Loaded, Test
-from mkdeploy.engine_info import Stats
+from mkdeploy.engine.events import Hello, Loaded, Test
+from mkdeploy.engine.info import Stats
 from mkdeploy.errors import UsageError
 from mkdeploy.sizes import format_size
 

@@ -1,0 +1,1 @@
+"""`mkdeploy bench`: what to measure, measuring it under a memory cap, and the records."""

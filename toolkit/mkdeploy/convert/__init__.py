@@ -1,0 +1,1 @@
+"""GGUF to package and back: one module per step; `pipeline.convert` and `merge.merge` are the two doors."""

@@ -1,0 +1,1 @@
+"""The package format: its manifest, opening and verifying one, looking into one."""
