@@ -1,7 +1,8 @@
-"""The memory budget is a hard bound: within a cgroup of budget + 64 MiB a run completes, and memory grows by the budget.
+"""The memory budget is a hard bound: in a cgroup of budget + 64 MiB a run completes, and memory grows by the budget.
 
 The process is mkd-run, as `mkdeploy run` starts it; growth is the peak of its resident set over what it has before
-loading, as its first event says. Where no cgroup can be made the limit is not tested, the growth is. SmolMoE, budgets from its minimum up.
+loading, as its first event says. Where no cgroup can be made the limit is not tested, the growth is. SmolMoE, budgets
+from its minimum up.
 """
 
 import contextlib

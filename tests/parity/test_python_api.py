@@ -309,7 +309,8 @@ def test_a_session_works_beside_llama_cpps_own_python_module(folder: Path) -> No
         "import sys, llama_cpp; from mkdeploy import Session; s = Session(sys.argv[1], n_ctx=64);"
         "print(len(s.generate([1, 2, 3], 4, temp=0).tokens), s.stats.n_misses > 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(folder / "model.mkd")], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", code, str(folder / "model.mkd")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     n_tokens, paged = done.stdout.split()
     assert 1 <= int(n_tokens) <= 4 and paged == "True"
