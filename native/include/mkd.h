@@ -136,7 +136,7 @@ struct mkd_memory_info {
     uint64_t total_bytes;
     int32_t  slots_per_layer;  // the smallest of any layer
     int32_t  n_slots;          // all layers
-    uint64_t minimum_bytes;    // the smallest budget this configuration would accept
+    uint64_t minimum_bytes;    // a budget that this configuration accepts, hardly larger than the smallest one
 };
 
 struct mkd_load_info {

@@ -177,6 +177,7 @@ class LlamaEngine final : public Engine {
   private:
     void open_package();
     void open_stock();
+    void check_budget_holds_weights() const;
     void check_writes_text();
     void open_context();
     void fill_model_info();
@@ -227,6 +228,7 @@ void LlamaEngine::open_package() {
     load_info_.direct_io = experts_->store().direct_io();
     snprintf(load_info_.note, sizeof load_info_.note, "%s", experts_->store().note().c_str());
 
+    check_budget_holds_weights();
     if (!params_.use_extra_bufts) { // else llama.cpp repacks weights on the way, and reads them from the stream
         resident_memory_ = std::make_unique<HugeMemory>(experts_->index().resident_file_bytes, "resident weights");
         resident_loader_ = std::make_unique<ResidentLoader>(experts_->index().resident_path, params_.direct_io, n_lanes, *resident_memory_);
@@ -273,6 +275,15 @@ void LlamaEngine::open_package() {
     }
     load_info_.resident_read_bytes    = stream.resident_read_bytes();
     load_info_.routed_requested_bytes = stream.routed_requested_bytes();
+}
+
+// A budget that cannot hold the weights alone is refused before any of them is read; the rest is known later (memory-plan.h).
+void LlamaEngine::check_budget_holds_weights() const {
+    const uint64_t budget = params_.memory_budget_bytes, resident = experts_->index().resident_file_bytes;
+    if (budget > 0 && budget < resident) {
+        fail(MKD_ERR_BUDGET, "memory budget %.1f MiB is too small: the resident weights of %s alone take %.1f MiB; raise --memory",
+             (double) budget / (1 << 20), params_.path, (double) resident / (1 << 20) + 0.1);
+    }
 }
 
 void LlamaEngine::open_stock() {

@@ -3,13 +3,20 @@
 #include "base/error.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace mkd {
 
 namespace {
 
+constexpr uint64_t kMinimumMarginBytes = 128u << 10; // by how much the measured part differs between two runs of one configuration
+
 double mib(uint64_t bytes) {
     return (double) bytes / (1 << 20);
+}
+
+double mib_rounded_up(uint64_t bytes) { // to what is printed, so that the printed number is enough
+    return std::ceil(mib(bytes) * 10) / 10;
 }
 
 } // namespace
@@ -31,14 +38,14 @@ MemoryPlan plan_memory(const PackageIndex & index, const FixedMemory & fixed, in
     info.compute_bytes     = fixed.compute_bytes;
     info.work_bytes        = fixed.work_bytes;
     info.other_bytes       = fixed.other_bytes;
-    info.minimum_bytes     = fixed.total() + minimum_slots_bytes;
+    info.minimum_bytes     = fixed.total() + minimum_slots_bytes + kMinimumMarginBytes;
 
     const bool bounded = budget_bytes > 0;
-    if (bounded && budget_bytes < info.minimum_bytes) {
+    if (bounded && budget_bytes < fixed.total() + minimum_slots_bytes) {
         fail(MKD_ERR_BUDGET,
              "memory budget %.1f MiB is too small: this configuration needs at least %.1f MiB (resident %.1f, KV %.1f, compute %.1f, work %.1f, "
              "other %.1f, one token's experts %.1f); raise --memory or lower -c/-ub",
-             mib(budget_bytes), mib(info.minimum_bytes), mib(fixed.resident_bytes), mib(fixed.kv_bytes), mib(fixed.compute_bytes),
+             mib(budget_bytes), mib_rounded_up(info.minimum_bytes), mib(fixed.resident_bytes), mib(fixed.kv_bytes), mib(fixed.compute_bytes),
              mib(fixed.work_bytes), mib(fixed.other_bytes), mib(minimum_slots_bytes));
     }
 

@@ -23,6 +23,9 @@ class InterruptScope {
 };
 
 void check(const Session & session, const GenerateRequest & request) {
+    if (request.n_prompt > session.n_ctx_seq()) {
+        fail(MKD_ERR_CONTEXT, "the prompt has %d tokens, the context holds %d; raise -c", request.n_prompt, session.n_ctx_seq());
+    }
     session.check_ids(request.prompt, request.n_prompt);
     if (request.n_predict < -1) {
         fail(MKD_ERR_ARG, "n_predict %d is out of range; expected 0 or more, or -1 for no bound", request.n_predict);
@@ -31,9 +34,6 @@ void check(const Session & session, const GenerateRequest & request) {
         if (!is_valid_utf8(stop)) {
             fail(MKD_ERR_ARG, "a stop string is not valid UTF-8");
         }
-    }
-    if (request.n_prompt > session.n_ctx_seq()) {
-        fail(MKD_ERR_CONTEXT, "the prompt has %d tokens, the context holds %d; raise -c", request.n_prompt, session.n_ctx_seq());
     }
 }
 

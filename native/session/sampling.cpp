@@ -13,6 +13,19 @@ namespace mkd {
 
 namespace {
 
+constexpr int kMaxGrammarNesting = 1000; // llama.cpp's parser recurses; some 20,000 levels overflow the stack
+
+// Counts brackets, those in literals too: a grammar that nears the bound is not one that a person wrote.
+void check_nesting(const char * grammar) {
+    int depth = 0;
+    for (const char * c = grammar; *c; ++c) {
+        depth += *c == '(' ? 1 : *c == ')' && depth > 0 ? -1 : 0;
+        if (depth > kMaxGrammarNesting) {
+            fail(MKD_ERR_ARG, "the grammar is nested too deep: more than %d brackets are open", kMaxGrammarNesting);
+        }
+    }
+}
+
 constexpr size_t kMinKeep = 0; // llama.cpp's default: filters may leave a single token
 
 uint32_t random_seed() {
@@ -77,6 +90,7 @@ Sampler::Sampler(const llama_vocab * vocab, const mkd_sampling & s) : n_vocab_(l
             fail(MKD_ERR_ARG, "a grammar needs a model with a vocabulary");
         }
         clear_llama_log();
+        check_nesting(s.grammar);
         grammar_.reset(llama_sampler_init_grammar(vocab, s.grammar, "root"));
         if (!grammar_) {
             fail(MKD_ERR_ARG, "the grammar cannot be used (GBNF with a rule 'root' is expected): %s", last_llama_log().c_str());

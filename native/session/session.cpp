@@ -35,11 +35,11 @@ void Session::check_seq_id(int32_t seq_id) const {
 }
 
 void Session::check_batch(const BatchView & batch) const {
-    check_ids(batch.ids, batch.n_tokens);
     const mkd_model_info & info = engine_->model_info();
-    if (batch.n_tokens > info.n_batch) {
+    if (batch.n_tokens > info.n_batch) { // before anything of the arrays is read
         fail(MKD_ERR_ARG, "a batch of %d tokens; at most %d (n_batch)", batch.n_tokens, info.n_batch);
     }
+    check_ids(batch.ids, batch.n_tokens);
     int32_t n_outputs = batch.output ? 0 : 1;
     for (int32_t i = 0; i < batch.n_tokens; ++i) {
         if (batch.seq_id) {

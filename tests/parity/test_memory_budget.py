@@ -40,8 +40,8 @@ def run_engine(package: Path, options: EngineOptions, wrapper: tuple[str, ...]) 
 
 
 def minimum_bytes(package: Path, n_ctx: int, n_ubatch: int) -> int:
-    """The smallest budget of a configuration, as the engine states it when it refuses 1 MiB."""
-    options = EngineOptions(memory=MIB, n_ctx=n_ctx, n_ubatch=n_ubatch)
+    """The smallest budget of a configuration, as the engine states it when it refuses less."""
+    options = EngineOptions(memory=(package / "resident.gguf").stat().st_size, n_ctx=n_ctx, n_ubatch=n_ubatch)
     command = [str(mkd_run_path()), "generate", *options.argv(package), "-p", "x", "-n", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 5

@@ -116,6 +116,8 @@ def convert(
             print(f"{merged.path}: {merged.n_tensors} tensors, {format_size(merged.total_bytes)}")
         return
 
+    if keep_types:
+        refuse_with(context, "--keep-types", given={"resident_type", "expert_type", "imatrix"})
     from mkdeploy.convert.pipeline import convert as convert_model
 
     with RichProgress() as progress:

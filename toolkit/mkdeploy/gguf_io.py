@@ -129,6 +129,19 @@ class GgufHeader:
         return list(kv.value())
 
 
+def check_vocabulary(header: GgufHeader) -> None:
+    """Refuses a vocabulary in which a token stands twice: llama.cpp aborts on it."""
+    if "tokenizer.ggml.tokens" not in header.by_key:
+        return
+    seen: set[str] = set()
+    for i, token in enumerate(header.get_list("tokenizer.ggml.tokens", "str")):
+        if token in seen:
+            raise MkdeployError(
+                f"{header.path}: token {i} ({shown(token)!r}) is in the vocabulary twice; it is damaged"
+            )
+        seen.add(token)
+
+
 def shown(text: str) -> str:
     """A string out of a file as a message or a terminal may show it: one printable line of at most 80 characters."""
     safe = text if text.isprintable() else ascii(text)[1:-1]

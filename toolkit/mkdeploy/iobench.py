@@ -15,6 +15,7 @@ from typing import Any
 
 import rich.table
 
+from mkdeploy.convert.output import stop_signals_raise
 from mkdeploy.engine import process as engine
 from mkdeploy.engine.events import Unknown
 from mkdeploy.errors import MkdeployError, UsageError
@@ -26,6 +27,9 @@ DEFAULT_LANES = (1, 2, 4)
 DEFAULT_BYTES = 256 << 20
 DEFAULT_SECONDS = 1.0
 ALIGN_BYTES = 4096
+MAX_BLOCK_BYTES = 1 << 30  # the engine's own bounds, known before a scratch file is written
+MAX_LANES = 256
+MAX_SECONDS = 3600
 
 _SCRATCH_STEP_BYTES = 4 << 20
 
@@ -110,13 +114,24 @@ def iobench(
     """
     if not blocks or any(block < ALIGN_BYTES or block % ALIGN_BYTES for block in blocks):
         raise UsageError(f"block sizes are {list(blocks)}; expected multiples of {ALIGN_BYTES}")
-    if not lanes or any(n < 1 for n in lanes):
-        raise UsageError(f"lanes are {list(lanes)}; expected 1 or more")
-    if bytes < 1 or not seconds > 0:
-        raise UsageError(f"{bytes} bytes and {seconds} seconds; expected more than 0 of each")
+    if any(block > MAX_BLOCK_BYTES for block in blocks):
+        raise UsageError(
+            f"the largest block is {format_size(max(blocks))}; expected {format_size(MAX_BLOCK_BYTES)} or less"
+        )
+    if not lanes or any(not 1 <= n <= MAX_LANES for n in lanes):
+        raise UsageError(f"lanes are {list(lanes)}; expected 1 to {MAX_LANES}")
+    if bytes < 1 or not 0 < seconds <= MAX_SECONDS:
+        raise UsageError(
+            f"{bytes} bytes and {seconds:g} seconds; expected more than 0 of each, at most {MAX_SECONDS} s"
+        )
+    if (Path(path) / "manifest.json").is_file():
+        raise UsageError(f"{path} is a package; name one of its files, or a folder beside it for a scratch file")
     rows: list[IobenchRow] = []
     scratch_bytes = max(bytes, *blocks)
-    with _scratch(Path(path), scratch_bytes) if runner is run_local else contextlib.nullcontext(path) as target:
+    with (
+        stop_signals_raise(),
+        _scratch(Path(path), scratch_bytes) if runner is run_local else contextlib.nullcontext(path) as target,
+    ):
         for buffered in (False, True) if direct_and_buffered else (False,):
             for block in blocks:
                 for n_lanes in lanes:

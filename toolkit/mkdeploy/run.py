@@ -30,6 +30,7 @@ from mkdeploy.engine.info import MemoryInfo
 from mkdeploy.engine.process import Engine, EngineOptions, SamplingOptions, start
 from mkdeploy.errors import MkdeployError, UsageError
 from mkdeploy.model_file import metadata_file, read_text
+from mkdeploy.package.verify import open_package
 from mkdeploy.sizes import format_size
 
 _HEX = re.compile(r"[0-9a-fA-F]{2}")
@@ -289,17 +290,23 @@ def run(
     options, sampling = engine or EngineOptions(), sampling or SamplingOptions()
     text = _read_prompt(prompt, prompt_file, escape)
     if text is None and (as_json or not chat):
-        raise UsageError("nothing to do: give a prompt with -p TEXT or -f FILE" + ("" if chat else ", or --chat"))
+        also = "; with --json a chat has one turn" if chat else ", or --chat"
+        raise UsageError("nothing to do: give a prompt with -p TEXT or -f FILE" + also)
     if system is not None and not chat:
         raise UsageError("--system has an effect only with --chat: a plain prompt has no roles")
-    if n_predict < -1 or n_predict == 0:
-        raise UsageError(f"-n {n_predict} makes no sense; expected 1 or more, or -1 for no limit")
+    if not -1 <= n_predict < 2**31 or n_predict == 0:
+        raise UsageError(f"-n {n_predict} makes no sense; expected 1 to {2**31 - 1}, or -1 for no limit")
+    for what, given in (("the prompt", text), ("--system", system), *(("--stop", stop) for stop in stops)):
+        if given is not None and any("\ud800" <= char <= "\udfff" for char in given):
+            raise UsageError(f"{what} is not valid UTF-8; expected text in UTF-8")
     if "" in stops:
         raise UsageError("--stop is empty; expected some text")
     for what, file in (("the grammar", sampling.grammar), ("the LoRA", options.lora)):
         if file is not None and not file.is_file():
             raise UsageError(f"{file}: {what} does not exist; check the path")
     header_file = metadata_file(package, options.load)
+    if options.load == "paged":
+        open_package(package)  # strict: what it refuses, llama.cpp might abort on
     template = None
     if chat:
         from mkdeploy.gguf_io import read_header

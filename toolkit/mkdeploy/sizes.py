@@ -5,7 +5,7 @@ it. Parsing is exact (decimal, not binary floating point) and a fraction of a by
 """
 
 import re
-from decimal import Decimal
+from decimal import ROUND_CEILING, Decimal
 
 from mkdeploy.errors import UsageError
 
@@ -32,7 +32,7 @@ def parse_size(text: str) -> int:
             lower case; without a unit it is bytes.
 
     Returns:
-        Bytes, 0..2^63 - 1.
+        Bytes, 0..2^63 - 1; a fraction of a byte is rounded up.
 
     Raises:
         UsageError: not a size; the message names the text.
@@ -49,7 +49,9 @@ def parse_size(text: str) -> int:
         )
         raise UsageError(f"'{text}' has an unknown unit '{unit}': {expected}")
     size = Decimal(number) * unit_bytes
-    if size != size.to_integral_value():
+    if unit_bytes > 1:
+        size = size.to_integral_value(ROUND_CEILING)  # 135.2MiB, as we print it, is no whole number of bytes
+    elif size != size.to_integral_value():
         raise UsageError(f"'{text}' is not a whole number of bytes")
     if size > _MAX_BYTES:
         raise UsageError(f"'{text}' is more than {_MAX_BYTES} bytes")

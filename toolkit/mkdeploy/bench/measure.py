@@ -42,6 +42,7 @@ from mkdeploy.engine.events import Hello, Loaded, Test
 from mkdeploy.engine.process import EngineOptions, start
 from mkdeploy.errors import MkdeployError, UsageError
 from mkdeploy.model_file import metadata_file, n_vocab, read_text, tokenize
+from mkdeploy.package.verify import open_package
 
 __all__ = ["BenchOptions", "Record", "bench", "measure", "parse_int_list", "parse_name_list", "parse_size_list"]
 
@@ -331,6 +332,8 @@ def measure(
 
         throttle = load_profile(options.profile).throttle_curve()
     engines = combinations(options, throttle)
+    if options.engine.load == "paged" and package.is_dir():
+        open_package(package)  # strict: what it refuses, llama.cpp might abort on
     ids, source = bench_tokens(metadata_file(package, options.engine.load), options)
     n_steps = len(engines) * len(options.tests) * (2 * options.reps if options.compare else 1)
     merged = merged_gguf(package, lambda line: print(line, file=sys.stderr)) if options.compare else None

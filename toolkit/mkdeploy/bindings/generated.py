@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from mkdeploy.bindings import signatures as c
+from mkdeploy.errors import UsageError
 
 STOP_NAMES = {c.Stop.MKD_STOP_LENGTH: "length", c.Stop.MKD_STOP_EOG: "eog", c.Stop.MKD_STOP_STRING: "string"}
 STOP_NAMES |= {c.Stop.MKD_STOP_CONTEXT: "context", c.Stop.MKD_STOP_INTERRUPTED: "interrupted"}
@@ -33,3 +34,11 @@ class Generated:
     seed: int
     prompt_us: int
     generate_us: int
+
+
+def check_request(n_predict: int, seed: int | None) -> None:
+    """Refuses numbers that the C API's 32 bits would cut."""
+    if not -1 <= n_predict < 2**31:
+        raise UsageError(f"n_predict is {n_predict}; expected 0 to {2**31 - 1}, or -1 for no limit")
+    if seed is not None and not -1 <= seed < 2**32:
+        raise UsageError(f"the seed is {seed}; expected 0 to {2**32 - 1}, or -1 for a random one")

@@ -11,8 +11,9 @@ import ctypes
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from ctypes import POINTER, byref, c_char_p, c_int8, c_int32, c_int64, c_void_p, create_string_buffer, string_at
-from os import PathLike, fsencode
+from ctypes import POINTER, byref, c_char_p, c_int8, c_int64, c_void_p, create_string_buffer, string_at
+from os import PathLike, fsdecode, fsencode
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -20,14 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 from mkdeploy.bindings import signatures as c
-from mkdeploy.bindings.generated import STOP_NAMES, Generated, Token
+from mkdeploy.bindings.arguments import Ids, choice, ids_array, int32_pointer, kv_type
+from mkdeploy.bindings.generated import STOP_NAMES, Generated, Token, check_request
 from mkdeploy.bindings.hooks import OnEvict, OnLoad, OnRoute, make_hooks
 from mkdeploy.bindings.interrupt import interruptible
 from mkdeploy.bindings.status import check, struct_fields
 from mkdeploy.bindings.store import Store
 from mkdeploy.engine.info import LoadInfo, MemoryInfo, ModelInfo, Stats, from_mapping
 from mkdeploy.errors import UsageError
-from mkdeploy.ggml_types import TYPE_BY_NAME
+from mkdeploy.package.verify import open_package
 from mkdeploy.sizes import parse_size
 
 __all__ = ["Generated", "Session", "Store", "Token"]
@@ -37,36 +39,8 @@ LoadName = Literal["paged", "mmap", "none"]
 VerifyName = Literal["first", "always", "off"]
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
-Ids = Sequence[int] | npt.NDArray[np.int32]
 
 STREAM_LEAVE_S = 0.5  # given to a stream that is left before it is interrupted
-
-
-def _ids(ids: Ids) -> npt.NDArray[np.int32]:
-    array = np.ascontiguousarray(ids, dtype=np.int32)
-    if array.ndim != 1:
-        raise UsageError(f"token ids have shape {array.shape}; expected one dimension")
-    return array
-
-
-def _int32_pointer(array: npt.NDArray[np.int32] | None) -> Any:
-    return None if array is None else array.ctypes.data_as(POINTER(c_int32))
-
-
-def _kv_type(name: str, option: str) -> int:
-    kind = TYPE_BY_NAME.get(name.upper())
-    if kind is None:
-        raise UsageError(f"{option}={name!r} is not a ggml type; expected for example f16 or q8_0")
-    return kind.id
-
-
-def _choice(enum: type[T], prefix: str, name: str, option: str) -> T:
-    names: dict[str, T] = enum.__members__  # type: ignore[attr-defined]
-    try:
-        return names[f"{prefix}_{name.upper()}"]
-    except KeyError:
-        known = ", ".join(member.removeprefix(f"{prefix}_").lower() for member in names)
-        raise UsageError(f"{option}={name!r}; expected one of {known}") from None
 
 
 class Session:
@@ -124,17 +98,20 @@ class Session:
         device: str | None = None,
     ) -> None:
         self._handle = c_void_p()
+        self._streaming: threading.Thread | None = None
         self._error: BaseException | None = None  # raised in a callback, on its way out
         self._hooks: c.mkd_hooks | None = None  # the engine keeps pointers into it
         self._path = path
         self._template: Any = None
+        if load == "paged" and Path(fsdecode(path)).is_dir():
+            open_package(Path(fsdecode(path)))  # strict: what it refuses, llama.cpp might abort on
         lib = self._lib = c.library()
         params = lib.mkd_session_default_params()
         params.path = fsencode(path)
-        params.load = _choice(c.Load, "MKD_LOAD", load, "load")
+        params.load = choice(c.Load, "MKD_LOAD", load, "load")
         params.memory_budget_bytes = parse_size(memory) if isinstance(memory, str) else memory or 0
-        params.verify = _choice(c.Verify, "MKD_VERIFY", verify, "verify")
-        params.type_k, params.type_v = _kv_type(type_k, "type_k"), _kv_type(type_v, "type_v")
+        params.verify = choice(c.Verify, "MKD_VERIFY", verify, "verify")
+        params.type_k, params.type_v = kv_type(type_k, "type_k"), kv_type(type_v, "type_v")
         params.lora_path = None if lora is None else fsencode(lora)
         params.lora_scale = lora_scale
         params.throttle = None if throttle is None else throttle.encode()
@@ -157,6 +134,9 @@ class Session:
 
     def close(self) -> None:
         """Frees everything; a closed session refuses all calls. Closing twice is fine."""
+        if self._streaming is not None and self._streaming is not threading.current_thread():
+            self._lib.mkd_session_interrupt(self._handle)
+            self._streaming.join()
         handle, self._handle = self._handle, c_void_p()
         if handle:
             self._lib.mkd_session_free(handle)
@@ -225,7 +205,7 @@ class Session:
         while True:
             ids = np.empty(room, dtype=np.int32)
             n = self._lib.mkd_tokenize(
-                self._open(), data, len(data), _int32_pointer(ids), room, add_special, parse_special
+                self._open(), data, len(data), int32_pointer(ids), room, add_special, parse_special
             )
             if n >= 0:
                 return [int(i) for i in ids[:n]]
@@ -250,7 +230,7 @@ class Session:
 
     def detokenize(self, ids: Ids, *, special: bool = False) -> str:
         """Ids to text; bytes that are not UTF-8 become U+FFFD."""
-        return b"".join(self.token_to_bytes(int(i), special=special) for i in _ids(ids)).decode("utf-8", "replace")
+        return b"".join(self.token_to_bytes(int(i), special=special) for i in ids_array(ids)).decode("utf-8", "replace")
 
     def is_eog(self, token: int) -> bool:
         """True for tokens that end the model's turn."""
@@ -288,7 +268,7 @@ class Session:
             ids = self.tokenize(text, add_special=not (bos and text.startswith(bos)))
         else:
             ids = prompt  # type: ignore[assignment]
-        array = _ids(ids)
+        array = ids_array(ids)
         if not len(array) or prompt == "":
             raise UsageError("the prompt is empty: it has no tokens")
         return array
@@ -324,8 +304,8 @@ class Session:
         Raises:
             UsageError, MkdeployError: as mkd_decode says.
         """
-        array = _ids(ids)
-        columns = [None if values is None else _ids(values) for values in (pos, seq_id)]
+        array = ids_array(ids)
+        columns = [None if values is None else ids_array(values) for values in (pos, seq_id)]
         flags = None
         if output == "all":
             flags = np.ones(len(array), dtype=np.int8)
@@ -335,15 +315,15 @@ class Session:
             if values is not None and len(values) != len(array):
                 raise UsageError(f"{name} has {len(values)} entries for {len(array)} tokens")
         flag_pointer = None if flags is None else flags.ctypes.data_as(POINTER(c_int8))
-        pointers = [_int32_pointer(values) for values in columns]
-        check(self._run(self._lib.mkd_decode, _int32_pointer(array), len(array), *pointers, flag_pointer))
+        pointers = [int32_pointer(values) for values in columns]
+        check(self._run(self._lib.mkd_decode, int32_pointer(array), len(array), *pointers, flag_pointer))
 
     def decode_each(self, ids: Ids) -> npt.NDArray[np.int64]:
         """Decodes ids on sequence 0 one at a time, unsampled. Returns each token's microseconds, [n_tokens] int64."""
-        array = _ids(ids)
+        array = ids_array(ids)
         itl_us = np.zeros(len(array), dtype=np.int64)
         itl_pointer = itl_us.ctypes.data_as(POINTER(c_int64))
-        check(self._run(self._lib.mkd_decode_each, _int32_pointer(array), len(array), itl_pointer))
+        check(self._run(self._lib.mkd_decode_each, int32_pointer(array), len(array), itl_pointer))
         return itl_us
 
     def logits(self, i: int = -1) -> npt.NDArray[np.float32]:
@@ -395,6 +375,7 @@ class Session:
             KeyboardInterrupt: Ctrl-C; the session stays usable.
             UsageError, MkdeployError: as mkd_generate says; and whatever `on_token` raises.
         """
+        check_request(n_predict, seed)
         ids = self._prompt_ids(prompt)
         sampling = self._lib.mkd_sampling_default()
         given = {"temp": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
@@ -418,7 +399,7 @@ class Session:
         out = c.mkd_generated()
         status = self._run(
             self._lib.mkd_generate,
-            *(_int32_pointer(ids), len(ids), n_predict, byref(sampling), stops, len(stop), callback, None, byref(out)),
+            *(int32_pointer(ids), len(ids), n_predict, byref(sampling), stops, len(stop), callback, None, byref(out)),
         )
         check(status)
         text = "".join(piece.text for piece in pieces)
@@ -444,6 +425,7 @@ class Session:
                 tokens.put(error)
 
         worker = threading.Thread(target=work, name="mkdeploy-stream", daemon=True)
+        self._streaming = worker
         worker.start()
         try:
             while (item := tokens.get()) is not None:
@@ -456,6 +438,7 @@ class Session:
             if worker.is_alive():
                 self._lib.mkd_session_interrupt(handle)
                 worker.join()
+            self._streaming = None
 
     # ------------------------------------------------------------ experts
 

@@ -152,6 +152,8 @@ def check_parent(out: Path) -> Path:
     parent = out.absolute().parent
     if not parent.is_dir():
         raise MkdeployError(f"{parent} does not exist; create it first: mkdir -p {parent}")
+    if (parent / MANIFEST_NAME).is_file():
+        raise MkdeployError(f"{parent} is a package, and {out.name} would be a stranger in it; choose another place")
     if not os.access(parent, os.W_OK | os.X_OK) or os.statvfs(parent).f_flag & os.ST_RDONLY:
         raise MkdeployError(f"{parent} is not writable; choose another place for {out.name}")
     return parent

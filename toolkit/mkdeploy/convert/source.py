@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mkdeploy.errors import MkdeployError
-from mkdeploy.gguf_io import GgufHeader, Kv, TensorInfo, read_header, shown
+from mkdeploy.gguf_io import GgufHeader, Kv, TensorInfo, check_vocabulary, read_header, shown
 
 SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 _SPLIT_NAME = re.compile(r"(?P<prefix>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
@@ -101,6 +101,7 @@ def open_source(path: Path) -> tuple[Source, str | None]:
         MkdeployError: not a usable GGUF, a split is missing or of another model, or the file belongs to a package.
     """
     header = read_header(path)
+    check_vocabulary(header)
     kind = header.get_str("mkd.kind", "")
     if kind or any(kv.key.startswith("mkd.") for kv in header.kvs):
         raise MkdeployError(

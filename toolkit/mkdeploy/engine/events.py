@@ -198,6 +198,8 @@ def failure(exit_code: int, stderr: Sequence[str], *, memory_cap_bytes: int | No
             )
         said = f"its last words: {last}" if last else "it left no message"
         return MkdeployError(f"the engine died with signal {name}; {said}")
+    if exit_code == UsageError.exit_code and last.startswith("mkd-run: "):  # an option that only the engine can judge
+        return UsageError(last.removeprefix("mkd-run: ").split("; see mkd-run")[0])
     kinds = {BudgetError.exit_code: BudgetError, UsageError.exit_code: UsageError}
     said = f": {last}" if last else " without a message"
     return kinds.get(exit_code, MkdeployError)(f"the engine ended with exit code {exit_code}{said}")

@@ -107,6 +107,12 @@ class SamplingOptions:
     seed: int | None = None
     grammar: Path | None = None  # GBNF file
 
+    def __post_init__(self) -> None:
+        if self.seed is not None and not -1 <= self.seed < 2**32:
+            raise UsageError(f"the seed is {self.seed}; expected 0 to {2**32 - 1}, or -1 for a random one")
+        if self.top_k is not None and not -(2**31) <= self.top_k < 2**31:
+            raise UsageError(f"top_k is {self.top_k}; expected a number of tokens, or 0 for all")
+
     def argv(self) -> list[str]:
         """mkd-run's arguments for these options."""
         flags = {"temp": "--temp", "top_k": "--top-k", "top_p": "--top-p", "min_p": "--min-p", "seed": "--seed"}

@@ -15,7 +15,7 @@ from pathlib import Path
 import xxhash
 
 from mkdeploy.errors import MkdeployError
-from mkdeploy.gguf_io import GgufHeader, TensorInfo, iter_range, read_header, shown
+from mkdeploy.gguf_io import GgufHeader, TensorInfo, check_vocabulary, iter_range, read_header, shown
 from mkdeploy.package.manifest import (
     FORMAT_VERSION,
     KINDS,
@@ -78,6 +78,7 @@ def open_package(path: Path) -> Package:
     if extra:
         raise MkdeployError(f"{path / extra[0]} is not listed in manifest.json; remove it, or {_AGAIN}")
     resident = _check_header(path / KINDS["resident"], manifest, "resident")
+    check_vocabulary(resident)
     shards = tuple(_check_header(path / f.name, manifest, "experts") for f in manifest.shards)
     for i, header in enumerate(shards):
         seen = (header.get_int("mkd.shard.no"), header.get_int("mkd.shard.count"), header.get_str("mkd.layout"))
