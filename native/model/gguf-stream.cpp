@@ -73,7 +73,7 @@ void GgufStream::build_header(const PackageIndex & index) {
     clear_llama_log();
     gguf_context *   resident = gguf_init_from_file(path_.c_str(), params);
     if (!resident) {
-        fail(MKD_ERR_FORMAT, "%s: not a readable GGUF (%s); convert or push the package again", path_.c_str(),
+        fail(MKD_ERR_FORMAT, "%s: not a readable GGUF (%s); convert or copy the package again", path_.c_str(),
              last_llama_log().c_str());
     }
     std::unique_ptr<gguf_context, void (*)(gguf_context *)> resident_ptr(resident, gguf_free);
@@ -81,7 +81,7 @@ void GgufStream::build_header(const PackageIndex & index) {
 
     const int64_t id = gguf_find_key(resident, "mkd.package_id");
     if (id < 0 || gguf_get_kv_type(resident, id) != GGUF_TYPE_STRING || index.package_id != gguf_get_val_str(resident, id)) {
-        fail(MKD_ERR_FORMAT, "%s: belongs to another package (its mkd.package_id differs from manifest.json); convert or push again",
+        fail(MKD_ERR_FORMAT, "%s: belongs to another package (its mkd.package_id differs from manifest.json); convert or copy again",
              path_.c_str());
     }
 

@@ -64,7 +64,7 @@ void ExpertStore::verify(const LayerExperts & layer, int expert, int i_part, uin
         shards_[(size_t) place.i_shard]->read(place.offset + part.offset_bytes, data, part.padded_bytes);
         if (!good()) {
             fail(MKD_ERR_CORRUPT, "%s: expert %d of layer %d: tensor ffn_%s_exps does not match its checksum, twice; "
-                 "the file is damaged, convert or push the package again",
+                 "the file is damaged, convert or copy the package again",
                  shards_[(size_t) place.i_shard]->path().c_str(), expert, layer.layer, part_role_name(part.role));
         }
     }

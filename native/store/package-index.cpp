@@ -30,7 +30,7 @@ using GgufPtr = std::unique_ptr<gguf_context, GgufDeleter>;
 uint64_t file_bytes(const std::string & path) {
     struct stat st;
     if (stat(path.c_str(), &st) != 0) {
-        fail(MKD_ERR_IO, "%s: cannot open: %s; the package is incomplete, convert or push it again", path.c_str(), strerror(errno));
+        fail(MKD_ERR_IO, "%s: cannot open: %s; the package is incomplete, convert or copy it again", path.c_str(), strerror(errno));
     }
     if (!S_ISREG(st.st_mode)) {
         fail(MKD_ERR_FORMAT, "%s: expected a regular file", path.c_str());
@@ -111,7 +111,7 @@ void read_shard(const std::string & path, int i_shard, int n_shards, uint64_t si
     clear_llama_log();
     GgufPtr gguf(gguf_init_from_file(path.c_str(), params));
     if (!gguf) {
-        fail(MKD_ERR_FORMAT, "%s: not a readable GGUF (%s); convert or push the package again", path.c_str(), last_llama_log().c_str());
+        fail(MKD_ERR_FORMAT, "%s: not a readable GGUF (%s); convert or copy the package again", path.c_str(), last_llama_log().c_str());
     }
     const std::string kind = get_str(gguf.get(), "mkd.kind", path);
     if (kind != "experts") {
@@ -122,7 +122,7 @@ void read_shard(const std::string & path, int i_shard, int n_shards, uint64_t si
         fail(MKD_ERR_FORMAT, "%s: shard format version %u, this build reads %d", path.c_str(), version, (int) kFormatVersion);
     }
     if (index.package_id != get_str(gguf.get(), "mkd.package_id", path)) {
-        fail(MKD_ERR_FORMAT, "%s: shard belongs to another package (its package_id differs from manifest.json); convert or push again",
+        fail(MKD_ERR_FORMAT, "%s: shard belongs to another package (its package_id differs from manifest.json); convert or copy again",
              path.c_str());
     }
     if (index.layout != get_str(gguf.get(), "mkd.layout", path)) {
@@ -325,7 +325,7 @@ PackageIndex PackageIndex::open(const std::string & dir_in) {
         const std::string full   = dir + "/" + name;
         const uint64_t    actual = file_bytes(full);
         if (actual != bytes) {
-            fail(MKD_ERR_FORMAT, "%s: has %llu bytes, the manifest says %llu; convert or push the package again", full.c_str(),
+            fail(MKD_ERR_FORMAT, "%s: has %llu bytes, the manifest says %llu; convert or copy the package again", full.c_str(),
                  (unsigned long long) actual, (unsigned long long) bytes);
         }
         if (kind == "experts") {

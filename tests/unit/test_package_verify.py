@@ -125,7 +125,7 @@ def test_flipped_byte(package: Path, tmp_path: Path, where: str) -> None:
     data[at] ^= 1
     path.write_bytes(data)
     inspect(package)  # sizes and headers are right
-    refuse(package, path.name, "sha256" if where != "payload" else "XXH3-64", "convert or push", verify=True)
+    refuse(package, path.name, "sha256" if where != "payload" else "XXH3-64", "convert or copy", verify=True)
     if where == "padding":
         return  # no tensor's data
     with pytest.raises(MkdeployError, match=path.name):

@@ -25,7 +25,7 @@ from mkdeploy.package.verify import Package, open_package
 from mkdeploy.progress import NullProgress, Progress
 
 _ROUTED = re.compile(r"blk\.(\d+)\.ffn_(\w+)_exps\.weight", re.ASCII)
-_AGAIN = "convert or push the package again"
+_AGAIN = "convert or copy the package again"
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def inspect(package: Path, *, verify: bool = False, progress: Progress | None = 
         problems = verify_package(opened, progress or NullProgress())
         if problems:
             more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
-            raise MkdeployError(f"{problems[0]}{more}: the package is damaged; convert or push it again")
+            raise MkdeployError(f"{problems[0]}{more}: the package is damaged; convert or copy it again")
     layers = opened.manifest.layers
     used = opened.manifest.model.n_expert_used
     resident_bytes = sum(t.n_bytes for t in opened.resident.tensors)

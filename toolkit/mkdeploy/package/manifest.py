@@ -182,12 +182,12 @@ class _Reader:
     def fail(self, at: str, seen: object, expected: str) -> NoReturn:
         text = ascii(seen)  # one line, whatever it is
         text = text if len(text) <= 80 else text[:77] + "..."
-        raise MkdeployError(f"{self.where}: {at} is {text}; expected {expected}: convert or push the package again")
+        raise MkdeployError(f"{self.where}: {at} is {text}; expected {expected}: convert or copy the package again")
 
     def get(self, data: Mapping[str, Any], key: str, at: str) -> tuple[Any, str]:
         path = f"{at}.{shown(key)}" if at else key
         if key not in data:
-            raise MkdeployError(f"{self.where}: {path} is missing: convert or push the package again")
+            raise MkdeployError(f"{self.where}: {path} is missing: convert or copy the package again")
         return data[key], path
 
     def mapping(self, value: object, at: str) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def parse_manifest(text: str | bytes, where: str) -> Manifest:
         raw = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as e:
         first = str(e).splitlines()[0] if str(e) else type(e).__name__
-        raise MkdeployError(f"{where} is not valid JSON ({first}): convert or push the package again") from None
+        raise MkdeployError(f"{where} is not valid JSON ({first}): convert or copy the package again") from None
     top = r.mapping(raw, "the manifest")
     if top.get("format") != FORMAT:
         r.fail("format", top.get("format"), f"'{FORMAT}'")
@@ -395,7 +395,7 @@ def read_manifest(folder: Path) -> Manifest:
         with open(path, "rb") as f:
             text = f.read(MAX_MANIFEST_BYTES + 1)
     except FileNotFoundError:
-        raise MkdeployError(f"{folder} is not a package: it has no manifest.json; convert or push it again") from None
+        raise MkdeployError(f"{folder} is not a package: it has no manifest.json; convert or copy it again") from None
     except OSError as e:
         raise MkdeployError(f"{path} cannot be read: {e.strerror}") from None
     if len(text) > MAX_MANIFEST_BYTES:

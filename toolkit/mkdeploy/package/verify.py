@@ -27,7 +27,7 @@ from mkdeploy.package.manifest import (
 )
 from mkdeploy.progress import Progress
 
-_AGAIN = "convert or push the package again"
+_AGAIN = "convert or copy the package again"
 
 
 @dataclass(frozen=True)
