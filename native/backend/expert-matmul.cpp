@@ -104,6 +104,16 @@ void ExpertMatmul::set_abort_callback(ggml_abort_callback callback, void * data)
     }
 }
 
+void ExpertMatmul::set_threadpool(ggml_threadpool_t pool) {
+    if (pool == pool_) {
+        return;
+    }
+    if (auto * set = (decltype(&ggml_backend_cpu_set_threadpool)) cpu_proc(inner_, "ggml_backend_cpu_set_threadpool")) {
+        set(inner_, pool);
+        pool_ = pool;
+    }
+}
+
 ggml_status ExpertMatmul::compute(ggml_cgraph * graph) {
     const int n_nodes = ggml_graph_n_nodes(graph);
     for (int i = 0; i < n_nodes;) {

@@ -33,6 +33,7 @@ class ExpertMatmul {
 
     void set_n_threads(int n_threads);
     void set_abort_callback(ggml_abort_callback callback, void * data);
+    void set_threadpool(ggml_threadpool_t pool); // null: ggml's own choice. Must outlive the last compute
 
     // Throws Error(IO, CORRUPT).
     ggml_status compute(ggml_cgraph * graph);
@@ -50,7 +51,8 @@ class ExpertMatmul {
     void        find_experts(const Group & group);
     void        bind_slots(PagedExperts & experts, int i_layer, int i_part, ggml_tensor & view);
 
-    ggml_backend_t inner_ = nullptr;
+    ggml_backend_t    inner_ = nullptr;
+    ggml_threadpool_t pool_  = nullptr;
     ggml_context * graph_ctx_ = nullptr; // holds inner_graph_ only
     ggml_cgraph *  inner_graph_ = nullptr;
     ggml_backend_buffer_t slab_buffer_ = nullptr; // so that ggml sees slot views as CPU memory

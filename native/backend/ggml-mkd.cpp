@@ -19,6 +19,7 @@
 namespace {
 
 thread_local std::exception_ptr t_error;
+thread_local ggml_threadpool_t  t_pool = nullptr;
 
 mkd::ExpertMatmul & matmul(ggml_backend_t backend) {
     return *(mkd::ExpertMatmul *) backend->context;
@@ -37,6 +38,7 @@ void mkd_backend_free(ggml_backend_t backend) {
 
 ggml_status mkd_backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     try {
+        matmul(backend).set_threadpool(t_pool);
         return matmul(backend).compute(graph);
     } catch (...) {
         t_error = std::current_exception();
@@ -205,6 +207,10 @@ void ggml_backend_mkd_register(void) {
 }
 
 namespace mkd {
+
+void set_expert_threadpool(ggml_threadpool_t pool) {
+    t_pool = pool;
+}
 
 std::exception_ptr take_backend_error() {
     std::exception_ptr error = t_error;

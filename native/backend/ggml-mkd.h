@@ -24,5 +24,9 @@ namespace mkd {
 // The error that made the last graph_compute on this thread fail, and forgets it. Null if there was none.
 std::exception_ptr take_backend_error();
 
+// The pool that expert matmuls use in every graph_compute on this thread from now on; null: ggml makes and ends one for each, where it was built
+// without OpenMP. A thread-local, because a backend instance has no way back to the session whose context it belongs to.
+void set_expert_threadpool(ggml_threadpool_t pool);
+
 } // namespace mkd
 #endif

@@ -11,6 +11,7 @@
 #include "backend/resident-buffer.h"
 #include "base/clock.h"
 #include "base/process.h"
+#include "ggml-cpu.h"
 #include "gguf.h"
 #include "llama-ext.h"
 #include "model/gguf-stream.h"
@@ -44,6 +45,9 @@ struct ModelDeleter {
 };
 struct ContextDeleter {
     void operator()(llama_context * ctx) const { llama_free(ctx); }
+};
+struct PoolDeleter {
+    void operator()(ggml_threadpool * pool) const { ggml_threadpool_free(pool); }
 };
 struct LoraDeleter {
     void operator()(llama_adapter_lora * adapter) const { llama_adapter_lora_free(adapter); }
@@ -180,6 +184,7 @@ class LlamaEngine final : public Engine {
     void check_budget_holds_weights() const;
     void check_writes_text();
     void open_context();
+    void attach_threadpool();
     void fill_model_info();
     void apply_lora();
     void give_slots(uint64_t rss_before);
@@ -209,6 +214,7 @@ class LlamaEngine final : public Engine {
     std::unique_ptr<HugeMemory>                           resident_memory_;
     std::unique_ptr<ResidentBufferType>                   resident_;
     std::unique_ptr<llama_model, ModelDeleter>            model_;
+    std::unique_ptr<ggml_threadpool, PoolDeleter>         pool_; // outlives the context; null where ggml uses OpenMP
     std::unique_ptr<llama_context, ContextDeleter>        ctx_;
     std::unique_ptr<llama_adapter_lora, LoraDeleter>      lora_;
 
@@ -326,8 +332,30 @@ void LlamaEngine::open_context() {
         fail(MKD_ERR_LLAMA, "llama.cpp cannot create the context (n_ctx %d, n_ubatch %d, KV %s/%s): %s", params_.n_ctx, params_.n_ubatch,
              ggml_type_name(cp.type_k), ggml_type_name(cp.type_v), last_llama_log().c_str());
     }
+    attach_threadpool();
     // the abort callback counts for the expert device too only once it exists
     llama_set_abort_callback(ctx_.get(), cp.abort_callback, cp.abort_callback_data);
+}
+
+// Without OpenMP ggml starts and ends its threads for every graph, and a MoE layer is several graphs, unless it is given threads that stay.
+void LlamaEngine::attach_threadpool() {
+    ggml_backend_reg_t cpu      = ggml_backend_dev_backend_reg(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU));
+    auto * const       features = (ggml_backend_get_features_t) ggml_backend_reg_get_proc_address(cpu, "ggml_backend_get_features");
+    auto * const       make     = (decltype(&ggml_threadpool_new)) ggml_backend_reg_get_proc_address(cpu, "ggml_threadpool_new");
+    if (!features || !make) {
+        return;
+    }
+    for (const ggml_backend_feature * feature = features(cpu); feature->name; ++feature) {
+        if (strcmp(feature->name, "OPENMP") == 0) {
+            return;
+        }
+    }
+    ggml_threadpool_params params = ggml_threadpool_params_default(n_threads_);
+    pool_.reset(make(&params));
+    if (!pool_) {
+        fail(MKD_ERR_NOMEM, "%d compute threads could not be started", n_threads_);
+    }
+    llama_attach_threadpool(ctx_.get(), pool_.get(), nullptr);
 }
 
 void LlamaEngine::fill_model_info() {
@@ -420,6 +448,7 @@ void LlamaEngine::decode(llama_batch batch) {
     }
     clear_llama_log();
     take_backend_error();
+    set_expert_threadpool(pool_.get());
     const int rc = llama_decode(ctx_.get(), batch);
     if (rc == 0) {
         return;

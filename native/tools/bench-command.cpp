@@ -1,13 +1,15 @@
 // tools/bench-command.cpp: mkd-run bench: speed of prompts (pp) and of single tokens (tg), measured as llama-bench does.
 //
 // Each repetition starts with an empty KV cache; the expert cache is kept, unless --cold. One repetition before the counted ones warms up. Tokens come
-// from a file, cyclically, and are not sampled: every run of a test routes the same way.
+// from a file, cyclically, and are not sampled: every run of a test routes the same way. With --paced each counted repetition is announced by a
+// `ready` event and waits for a line on stdin, so that whoever measures can let a phone cool down and look at it in between.
 
 #include "tools/commands.h"
 #include "tools/signals.h"
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 
 namespace mkd_run {
@@ -72,12 +74,25 @@ class Bench {
             measure(test, ids);
         }
         for (int32_t i = 0; i < options_.reps; ++i) {
+            if (options_.paced) {
+                emit("ready", { { "n_prompt", test.n_prompt }, { "n_gen", test.n_gen }, { "i_rep", i } });
+                wait_for_line();
+            }
             samples.push_back(measure(test, ids));
         }
         report(test, samples);
     }
 
   private:
+    static void wait_for_line() {
+        for (int c = 0; c != '\n';) {
+            c = getchar();
+            if (c == EOF) {
+                throw Failure(MKD_ERR_INTERRUPTED, "stdin ended before the next repetition was asked for");
+            }
+        }
+    }
+
     std::vector<int32_t> test_ids(const Test & test) const {
         std::vector<int32_t> ids;
         if (test.n_gen > 0) { // an empty context begins with BOS, where the model has one
@@ -93,7 +108,8 @@ class Bench {
     }
 
     Sample measure(const Test & test, const std::vector<int32_t> & ids) {
-        Sample sample;
+        const Working working(session_); // a signal stops the pass; while nothing runs it ends the program
+        Sample        sample;
         check(mkd_memory_remove(session_, -1, 0, -1));
         check(mkd_stats_reset(session_));
         const int64_t majflt_before = majflt();
@@ -137,7 +153,6 @@ class Bench {
 
 int run_bench(const Options & options) {
     const SessionPtr session = load_model(options);
-    const Working    working(session.get());
     Bench            bench(session.get(), options);
     for (const int32_t n : options.n_prompt) {
         if (n > 0) { // 0: no such test, as in llama-bench

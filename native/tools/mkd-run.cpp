@@ -80,7 +80,7 @@ int run_iobench_command(const Options & options) {
 
 int run(const Options & options) {
     emit("hello", { { "version", mkd_version() }, { "revision", mkd_revision() }, { "abi_version", mkd_abi_version() },
-                    { "llama_version", mkd_llama_version() }, { "rss_bytes", rss_bytes() } });
+                    { "llama_version", mkd_llama_version() }, { "target", MKD_TARGET }, { "variant", MKD_VARIANT }, { "rss_bytes", rss_bytes() } });
     switch (options.command) {
         case kGenerate: return run_generate(options);
         case kBench:    return run_bench(options);

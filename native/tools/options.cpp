@@ -83,7 +83,7 @@ const Option kOptions[] = {
     { "--extra-bufts",   "0|1",   kEngine,   "llama.cpp's repacked weights",        [](Options & o, const Value & v) { o.params.use_extra_bufts = v.integer(0, 1) != 0; } },
     { "--lora",          "FILE",  kEngine,   "LoRA adapter, a GGUF",                [](Options & o, const Value & v) { o.lora = v.text; } },
     { "--lora-scale",    "X",     kEngine,   "its weight (default 1)",              [](Options & o, const Value & v) { o.params.lora_scale = (float) v.number(); } },
-    { "--throttle",      "CURVE", kEngine | kIobench, "slow reads to block_bytes:lanes:bytes_per_s,...", [](Options & o, const Value & v) { o.throttle = v.text; } },
+    { "--throttle",      "CURVE", kEngine | kIobench, "slow reads to block_bytes:lanes:bytes_per_s,... (default $MKD_THROTTLE)", [](Options & o, const Value & v) { o.throttle = v.text; } },
     { "--device",        "NAME",  kEngine,   "ggml device that computes experts",   [](Options & o, const Value & v) { o.device = v.text; } },
 
     { "-p",              "TEXT",  kGenerate, "prompt",                              [](Options & o, const Value & v) { o.prompt = v.text; o.has_prompt = true; } },
@@ -104,6 +104,7 @@ const Option kOptions[] = {
     { "-r",              "N",     kBench,    "repetitions (default 5)",             [](Options & o, const Value & v) { o.reps = v.n(1); } },
     { "--cold",          nullptr, kBench,    "drop every expert after each pass",   [](Options & o, const Value &)   { o.cold = true; } },
     { "--no-warmup",     nullptr, kBench,    "count the first repetition too",      [](Options & o, const Value &)   { o.warmup = false; } },
+    { "--paced",         nullptr, kBench,    "wait for a line before each one",     [](Options & o, const Value &)   { o.paced = true; } },
 
     { "--path",          "PATH",  kIobench,  "file to read, or folder for a scratch file", [](Options & o, const Value & v) { o.io_path = v.text; } },
     { "--block",         "BYTES", kIobench,  "block size, a multiple of 4096",      [](Options & o, const Value & v) { o.io.block_bytes = (uint64_t) v.integer(1, INT64_MAX); } },
@@ -144,6 +145,10 @@ void require_option(bool given, const char * command, const char * what) {
 }
 
 void check_complete(Options & o) {
+    if (o.throttle.empty()) { // an emulated phone's flash, for everything that runs on it
+        const char * curve = getenv("MKD_THROTTLE");
+        o.throttle         = curve ? curve : "";
+    }
     if (o.command & kEngine) {
         require_option(!o.path.empty(), o.command == kBench ? "bench" : "generate", "-m PATH");
         if (o.params.n_threads == 0) {

@@ -40,7 +40,7 @@ struct Options {
     std::string          tokens_file;
     std::vector<int32_t> n_prompt, n_gen;
     int32_t              reps = 5;
-    bool                 cold = false, warmup = true;
+    bool                 cold = false, warmup = true, paced = false;
 
     // iobench
     mkd_iobench_params io = {};
