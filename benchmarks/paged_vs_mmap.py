@@ -33,7 +33,8 @@ from mkdeploy.bench.measure import BenchOptions, Record, measure
 from mkdeploy.bench.memcap import drop_file_pages
 from mkdeploy.bench.options import CAP_MARGIN_BYTES
 from mkdeploy.convert.pipeline import convert
-from mkdeploy.engine.process import EngineOptions, start
+from mkdeploy.engine.place import ThisMachine
+from mkdeploy.engine.process import EngineOptions
 from mkdeploy.package.inspection import inspect
 from mkdeploy.progress import RichProgress
 from mkdeploy.sizes import format_size
@@ -85,7 +86,7 @@ def load_times(package: Path, reps: int) -> dict[str, Any]:
         arguments = ["iobench", "--path", str(resident), "--block", str(SEQUENTIAL_BLOCK_BYTES), "--lanes", "2"]
         read = iobench.run_local([*arguments, "--sequential", "--bytes", str(size), "--seconds", "60"])
         drop_file_pages([resident])
-        with start(["generate", *EngineOptions(n_ctx=512).argv(package), "--requests"]) as engine:
+        with ThisMachine().start(["generate", *EngineOptions(n_ctx=512).argv(package), "--requests"]) as engine:
             loaded = engine.wait_loaded()
         read_us = 1e6 * n_bytes / float(read["bytes_per_s"])
         rows.append({"load_us": loaded.load.load_us, "read_us": read_us, "ratio": loaded.load.load_us / read_us})

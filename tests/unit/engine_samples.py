@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from mkdeploy.bench.record import Record, Setting, make_record
 from mkdeploy.engine.events import Hello, Loaded, Test, parse_event
 
 MODEL = {
@@ -28,6 +29,7 @@ STATS = {
     **{"expert_compute_us": 100, "n_layer_batches": 120, "n_waves": 0, "n_checksums": 720, "n_reread": 0},
 }
 HELLO = {"event": "hello", "version": "0.1.0", "revision": "abc123", "abi_version": 1, "llama_version": "0.5.0"}
+HELLO |= {"target": "x86_64-linux-gnu", "variant": "host"}
 LOADED = {"event": "loaded", "model": MODEL, "memory": MEMORY, "load": LOAD, "n_threads": 2, "rss_bytes": 2**20}
 DONE = {
     **{"event": "done", "stop": "length", "n_prompt": 3, "n_cached": 0, "n_generated": 2, "seed": 7, "prompt_us": 3000},
@@ -38,6 +40,27 @@ TEST = {
     **{"stats": [STATS, STATS], "itl_us": [[1000, 2000, 3000, 4000], [1000, 2000, 3000, 4000]]},
     **{"ttft_us": [1000, 3000], "rss_peak_bytes": 2**20, "majflt": [0, 8]},
 }
+SETTING = Setting(
+    model_filename="m.mkd",
+    cpu_info="cpu",
+    n_batch=2048,
+    n_ubatch=512,
+    type_k="f16",
+    type_v="f16",
+    load_mode="paged",
+    repack=False,
+    test_time="2026-01-01T00:00:00Z",
+    emulated=False,
+    device="cpu",
+    serial_model="",
+    flags="--cache-slots 8",
+    memory_cap="none",
+    memory_cap_bytes=None,
+    page_cache="as found",
+    tokens_source="bench.txt",
+    cold=False,
+    mkdeploy_version="0.1.0",
+)
 
 
 def line(event: dict[str, Any]) -> bytes:
@@ -61,3 +84,7 @@ def sample_test(**changes: Any) -> Test:
     event = parse_event(line(TEST | changes))
     assert isinstance(event, Test)
     return event
+
+
+def sample_record() -> Record:
+    return make_record(SETTING, sample_hello(), sample_loaded(), sample_test())

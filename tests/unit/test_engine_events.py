@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from mkdeploy.engine.events import Done, Failure, Note, TokenEvent, Unknown, failure, parse_event
-from mkdeploy.engine.process import Engine, EngineOptions, LocalProcess, SamplingOptions, start
+from mkdeploy.engine.place import ThisMachine
+from mkdeploy.engine.process import Engine, EngineOptions, LocalProcess, SamplingOptions
 from mkdeploy.errors import BudgetError, MkdeployError, UsageError
 from tests.unit.engine_samples import DONE, HELLO, LOADED, STATS, TEST, line, sample_loaded, sample_test
 
@@ -206,13 +207,13 @@ def test_ctrl_c_in_the_terminal_does_not_reach_the_child(tmp_path: Path) -> None
 
 def test_a_missing_program_is_one_error() -> None:
     with pytest.raises(MkdeployError, match=r"/nonexistent/mkd-run cannot be started: .*make native"):
-        start(["info"], program="/nonexistent/mkd-run")
+        ThisMachine("/nonexistent/mkd-run").start(["info"])
 
 
 def test_a_wrapper_runs_the_command(tmp_path: Path) -> None:
     file = tmp_path / "hello.py"
     file.write_text(f"print({json.dumps(HELLO)!r})")
-    with start([str(file)], program=sys.executable, wrapper=("sh", "-c", 'exec "$@"', "sh")) as engine:
+    with ThisMachine(sys.executable).start([str(file)], wrapper=("sh", "-c", 'exec "$@"', "sh")) as engine:
         assert len(list(engine.events())) == 1
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from mkdeploy.bench.measure import with_ratios
-from mkdeploy.bench.record import LLAMA_BENCH_FIELDS, Record, Setting, join_tests, make_record, render
+from mkdeploy.bench.compare import with_ratios
+from mkdeploy.bench.record import LLAMA_BENCH_FIELDS, Record, join_tests, make_record, render
 from mkdeploy.errors import UsageError
-from tests.unit.engine_samples import STATS, sample_hello, sample_loaded, sample_test
+from tests.unit.engine_samples import SETTING, STATS, sample_hello, sample_loaded, sample_test
 
 # test::get_fields() of tools/llama-bench/llama-bench.cpp in the pinned llama.cpp, copied.
 LLAMA_BENCH = """
@@ -30,28 +30,6 @@ INTEGERS = """
     avg_ns stddev_ns no_op_offload n_cpu_moe fit_target fit_min_ctx flash_attn
 """.split()
 BOOLEANS = "no_kv_offload cpu_strict embeddings no_host repack".split()
-
-SETTING = Setting(
-    model_filename="m.mkd",
-    cpu_info="cpu",
-    n_batch=2048,
-    n_ubatch=512,
-    type_k="f16",
-    type_v="f16",
-    load_mode="paged",
-    repack=False,
-    test_time="2026-01-01T00:00:00Z",
-    emulated=False,
-    device="cpu",
-    serial_model="",
-    flags="--cache-slots 8",
-    memory_cap="none",
-    memory_cap_bytes=None,
-    page_cache="as found",
-    tokens_source="bench.txt",
-    cold=False,
-    mkdeploy_version="0.1.0",
-)
 
 
 def row(**setting: object) -> Record:

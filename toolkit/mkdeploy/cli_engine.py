@@ -4,12 +4,15 @@ Job: the same as cli.py's, whose app they join: arguments into one call, nothing
 spelled once, as types; `run` takes single values, `bench` takes llama-bench's lists of them.
 """
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from mkdeploy.cli_options import DebugOption, JsonOption, print_json, print_rich, size_option
+from mkdeploy.errors import UsageError
 
 # ---------------------------------------------------------------- engine options
 
@@ -34,6 +37,21 @@ ExtraBufts = Annotated[
 Lora = Annotated[Path | None, typer.Option("--lora", metavar="FILE", help="LoRA adapter (not on routed experts).")]
 LoraScale = Annotated[float, typer.Option("--lora-scale", metavar="X", help="Its weight.")]
 Device = Annotated[str | None, typer.Option("--device", metavar="NAME", help="ggml device that computes experts.")]
+Serial = Annotated[
+    str | None, typer.Option("--serial", metavar="SERIAL|HOST:PORT", help="On this phone (adb's serial).")
+]
+
+
+@contextlib.contextmanager
+def _place(serial: str | None) -> Iterator[Any]:
+    """Where the engine runs: the phone of this serial, or (None) this machine, which is never guessed to be a phone."""
+    if serial is None:
+        yield None
+        return
+    from mkdeploy.device.place import open_phone
+
+    with open_phone(serial) as phone:
+        yield phone
 
 
 def run(
@@ -67,6 +85,7 @@ def run(
     lora_scale: LoraScale = 1.0,
     device: Device = None,
     load: Load = "paged",
+    serial: Serial = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> int:
@@ -77,36 +96,40 @@ def run(
     from mkdeploy import run as run_module
     from mkdeploy.engine.process import EngineOptions, SamplingOptions
 
-    result = run_module.run(
-        package,
-        engine=EngineOptions(
-            load=load,
-            memory=memory or 0,
-            cache_slots=cache_slots,
-            n_ctx=n_ctx,
-            n_batch=n_batch,
-            n_ubatch=n_ubatch,
-            n_threads=n_threads,
-            type_k=type_k,
-            type_v=type_v,
-            n_lanes=n_lanes,
-            buffered=buffered,
-            verify=verify,
-            extra_bufts=extra_bufts,
-            lora=lora,
-            lora_scale=lora_scale,
-            device=device,
-        ),
-        sampling=SamplingOptions(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, grammar=grammar),
-        prompt=prompt,
-        prompt_file=prompt_file,
-        chat=chat,
-        system=system,
-        n_predict=n_predict,
-        stops=stops or (),
-        escape=escape,
-        as_json=as_json,
+    engine = EngineOptions(
+        load=load,
+        memory=memory or 0,
+        cache_slots=cache_slots,
+        n_ctx=n_ctx,
+        n_batch=n_batch,
+        n_ubatch=n_ubatch,
+        n_threads=n_threads,
+        type_k=type_k,
+        type_v=type_v,
+        n_lanes=n_lanes,
+        buffered=buffered,
+        verify=verify,
+        extra_bufts=extra_bufts,
+        lora=lora,
+        lora_scale=lora_scale,
+        device=device,
     )
+    sampling = SamplingOptions(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, grammar=grammar)
+    with _place(serial) as place:
+        result = run_module.run(
+            package,
+            engine=engine,
+            sampling=sampling,
+            prompt=prompt,
+            prompt_file=prompt_file,
+            chat=chat,
+            system=system,
+            n_predict=n_predict,
+            stops=stops or (),
+            escape=escape,
+            as_json=as_json,
+            place=place,
+        )
     return 130 if result.stop == "interrupted" else 0
 
 
@@ -148,11 +171,23 @@ def bench(
     lora_scale: LoraScale = 1.0,
     device: Device = None,
     load: Load = "paged",
+    serial: Serial = None,
+    cool_to: Annotated[
+        float | None, typer.Option("--cool-to", metavar="C", help="Before each repetition, wait for this (°C).")
+    ] = None,
+    cool_timeout: Annotated[
+        float, typer.Option("--cool-timeout", metavar="S", min=0, help="But no longer than this.")
+    ] = 300.0,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="FILE", help="The phone's record; default runs/DATE-DEVICE.json.")
+    ] = None,
     debug: DebugOption = False,
 ) -> None:
     """Measure speed as llama-bench does, and what paging costs.
 
     Lists are written as llama-bench writes them (1,8,32 or 16-128*2) and give one row per combination.
+    With --serial the package is pushed if it has changed, everything runs on the phone, and a record with its
+    temperatures, frequencies and memory around each repetition is kept.
     """
     from mkdeploy.bench import measure as bench_module
     from mkdeploy.engine.process import EngineOptions
@@ -190,7 +225,23 @@ def bench(
         drop_caches=drop_caches,
         memory_cap=memory_cap,
     )
-    bench_module.bench(package, options, output=output, output_err=output_err)
+    if serial is None:
+        if cool_to is not None or save is not None:
+            raise UsageError(f"{'--cool-to' if save is None else '--save'} has an effect only with --serial")
+        bench_module.bench(package, options, output=output, output_err=output_err)
+        return
+    from mkdeploy.device.bench import bench_on_phone
+
+    bench_on_phone(
+        package,
+        options,
+        serial,
+        output=output,
+        output_err=output_err,
+        cool_to_c=cool_to,
+        cool_timeout_s=cool_timeout,
+        save=save,
+    )
 
 
 def iobench(

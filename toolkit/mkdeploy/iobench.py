@@ -16,8 +16,8 @@ from typing import Any
 import rich.table
 
 from mkdeploy.convert.output import stop_signals_raise
-from mkdeploy.engine import process as engine
 from mkdeploy.engine.events import Unknown
+from mkdeploy.engine.place import ThisMachine
 from mkdeploy.errors import MkdeployError, UsageError
 from mkdeploy.profiles import Profile
 from mkdeploy.sizes import format_size
@@ -72,7 +72,7 @@ def run_local(arguments: Sequence[str]) -> Mapping[str, Any]:
         MkdeployError: it failed, with its own message, or printed no result.
     """
     result: Mapping[str, Any] | None = None
-    with engine.start(arguments) as process:
+    with ThisMachine().start(arguments) as process:
         for event in process.events():
             if isinstance(event, Unknown) and event.fields.get("event") == "iobench":
                 result = event.fields

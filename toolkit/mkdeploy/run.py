@@ -27,7 +27,8 @@ import rich.console
 from mkdeploy.chat import ChatTemplate, Message, Reply, chat_loop
 from mkdeploy.engine.events import Done, Loaded, TokenEvent
 from mkdeploy.engine.info import MemoryInfo
-from mkdeploy.engine.process import Engine, EngineOptions, SamplingOptions, start
+from mkdeploy.engine.place import Place, ThisMachine
+from mkdeploy.engine.process import Engine, EngineOptions, SamplingOptions
 from mkdeploy.errors import MkdeployError, UsageError
 from mkdeploy.model_file import metadata_file, read_text
 from mkdeploy.package.verify import open_package
@@ -265,6 +266,7 @@ def run(
     stops: Sequence[str] = (),
     escape: bool = True,
     as_json: bool = False,
+    place: Place | None = None,
 ) -> RunResult:
     """Writes text with a model.
 
@@ -277,6 +279,7 @@ def run(
         n_predict: most tokens per answer; -1: until the model stops or the context is full.
         stops: strings that end an answer; they are not part of it.
         escape: read \\n and the like in `prompt`, `system` and `stops`, as llama.cpp does.
+        place: where the engine runs; None: this machine.
         as_json: one JSON object on stdout instead of the text; a chat then needs a prompt and has one turn.
 
     Returns:
@@ -315,9 +318,15 @@ def run(
     if escape:
         system = None if system is None else unescape(system)
         stops = [unescape(stop) for stop in stops]
-    arguments = ["generate", *options.argv(package), *sampling.argv(), "--requests"]
+    place = place or ThisMachine()
+    model = place.model(package)
+    if options.lora is not None:
+        options = dataclasses.replace(options, lora=Path(place.file(options.lora)))
+    if sampling.grammar is not None:
+        sampling = dataclasses.replace(sampling, grammar=Path(place.file(sampling.grammar)))
+    arguments = ["generate", *options.argv(model), *sampling.argv(), "--requests"]
     console = rich.console.Console(stderr=True)
-    with start(arguments, on_note=lambda note: print(f"note: {note}", file=sys.stderr)) as child:
+    with place.start(arguments, on_note=lambda note: print(f"note: {note}", file=sys.stderr)) as child:
         with console.status(f"loading {package.name}") if console.is_terminal else contextlib.nullcontext():
             loaded = child.wait_loaded()
         speaker = _Speaker(child, loaded, n_predict, tuple(stops), show=not as_json)

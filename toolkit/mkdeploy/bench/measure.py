@@ -1,22 +1,20 @@
 """`mkdeploy bench`: llama-bench's tests on a package, with what paging costs beside the speed.
 
-Job: run mkd-run once per engine setting, turn its events into records, print them. Choice: with `--compare mmap` every
-repetition is a process of its own, ours and the baseline's in turn (ABBA), both under one cgroup limit and with their
-files out of the page cache, so that drift of the machine hits both and cached pages help neither; the ratio is the
-median of the repetitions' ratios. Guarantees: rows measured before an error are printed. What it does not do: time
-anything itself.
+Job: run mkd-run for each engine setting, turn its events into records, print them. Choice: one setting runs all its
+repetitions in one process. Several settings, and the baseline of `--compare`, take turns (ABBA), a process for each
+repetition, so that drift of the machine hits all alike; with `--compare` both sides run under one cgroup limit and
+with their files out of the page cache, and the ratio is the median of the repetitions' ratios. A phone runs the same
+plan; there a pacer looks at it before and after each repetition. Guarantees: rows measured before an error are
+printed. What it does not do: time anything itself.
 """
 
 import contextlib
 import dataclasses
 import importlib.resources
-import os
 import platform
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,6 +24,7 @@ import rich.progress
 
 import mkdeploy
 from mkdeploy.bench import record
+from mkdeploy.bench.compare import merged_gguf, with_ratios
 from mkdeploy.bench.memcap import MemoryCap, drop_all_caches, drop_file_pages, memory_cap
 from mkdeploy.bench.options import (
     CAP_MARGIN_BYTES,
@@ -37,9 +36,10 @@ from mkdeploy.bench.options import (
     parse_name_list,
     parse_size_list,
 )
-from mkdeploy.bench.record import Record, Setting, join_tests, make_record
-from mkdeploy.engine.events import Hello, Loaded, Test
-from mkdeploy.engine.process import EngineOptions, start
+from mkdeploy.bench.record import Record, Setting, make_record
+from mkdeploy.bench.trial import NO_CAP, Measured, Pacer, join_measured, run_process
+from mkdeploy.engine.place import Place, ThisMachine
+from mkdeploy.engine.process import EngineOptions
 from mkdeploy.errors import MkdeployError, UsageError
 from mkdeploy.model_file import metadata_file, n_vocab, read_text, tokenize
 from mkdeploy.package.verify import open_package
@@ -47,15 +47,6 @@ from mkdeploy.package.verify import open_package
 __all__ = ["BenchOptions", "Record", "bench", "measure", "parse_int_list", "parse_name_list", "parse_size_list"]
 
 SAMPLE = "bench.txt"
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """What one process said, by test."""
-
-    hello: Hello
-    loaded: Loaded
-    tests: dict[tuple[int, int], Test]
 
 
 class _Bar:
@@ -89,24 +80,15 @@ class _Bar:
         if not self._console.is_terminal:
             self.say(label, once=False)
 
-    def done(self, n_steps: int = 1) -> None:
-        """Steps are finished."""
-        self._bar.advance(self._task, n_steps)
+    def done(self) -> None:
+        """A step is finished."""
+        self._bar.advance(self._task)
 
     def say(self, line: str, *, once: bool = True) -> None:
         """A line above the bar; the same one only once."""
         if not once or line not in self._said:
             self._said.add(line)
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def cpu_info() -> str:
-    """The processor's name, as llama-bench prints it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def bench_tokens(metadata: Path, options: BenchOptions) -> tuple[np.ndarray, str]:
@@ -131,69 +113,42 @@ def bench_tokens(metadata: Path, options: BenchOptions) -> tuple[np.ndarray, str
     return ids, options.text.name if options.text else SAMPLE
 
 
-def merged_gguf(package: Path, say: Callable[[str], None]) -> Path:
-    """The package as one stock GGUF, made once and kept beside it (or in the temporary folder if that is read-only).
-
-    Its name carries the package's id, and a merge appears whole or not at all, so a file of that name is the right one.
-    """
-    from mkdeploy.convert.merge import merge
-    from mkdeploy.gguf_io import read_header
-    from mkdeploy.package.verify import open_package
-    from mkdeploy.progress import RichProgress
-
-    opened = open_package(package)
-    parent = package.resolve().parent
-    if not os.access(parent, os.W_OK):
-        parent = Path(tempfile.gettempdir())
-    out = parent / f"{package.resolve().stem}.merged-{opened.manifest.package_id[:16]}.gguf"
-    if out.exists():
-        n_tensors = len(read_header(out).tensors)
-        if n_tensors == len(opened.tensor_names):
-            return out
-        say(f"{out} has {n_tensors} tensors; expected {len(opened.tensor_names)}: it is made again")
-    say(f"merging {package} into {out} for the comparison; it is kept")
-    with RichProgress() as progress:
-        merge(package, out, progress=progress, force=True)
-    return out
-
-
 def _files(model: Path) -> list[Path]:
     return sorted(file for file in model.iterdir() if file.is_file()) if model.is_dir() else [model]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Side:
+    """One engine setting on one model."""
+
+    engine: EngineOptions
+    model: Path
 
 
 class _Bench:
     """One call of `measure`: what does not change from row to row."""
 
-    def __init__(self, package: Path, options: BenchOptions, tokens: Path, tokens_source: str, bar: _Bar) -> None:
-        self.package, self.options, self.tokens, self.bar = package, options, tokens, bar
+    def __init__(
+        self, options: BenchOptions, place: Place, pacer: Pacer | None, tokens: Path, tokens_source: str, bar: _Bar
+    ) -> None:
+        self.options, self.place, self.pacer, self.bar = options, place, pacer, bar
+        self.tokens = place.file(tokens)
         self.tokens_source = tokens_source
-        self.cpu_info = cpu_info()
+        self.cpu_info = place.cpu_info()
 
-    def process(self, engine: EngineOptions, model: Path, reps: int, cap: MemoryCap) -> _Measured:
-        """Runs all tests of one engine setting in one process."""
-        argv = bench_argv(engine, model, self.tokens, self.options, reps)
-        hello: Hello | None = None
-        loaded: Loaded | None = None
-        tests: dict[tuple[int, int], Test] = {}
-        child = start(
+    def process(self, side: _Side, reps: int, cap: MemoryCap) -> Measured:
+        """Runs all tests of one side in one process."""
+        # A profile's throttle is for this machine; an emulated phone has its own.
+        argv = bench_argv(side.engine, self.place.model(side.model), self.tokens, self.options, reps)
+        return run_process(
+            self.place,
             argv,
-            wrapper=cap.wrapper,
+            self.options.tests,
+            pacer=self.pacer,
+            cap=cap,
+            on_test=self.bar.done,
             on_note=lambda note: self.bar.say(f"note: {note}"),
-            memory_cap_bytes=cap.effective_bytes,
         )
-        with child:
-            for event in child.events():
-                if isinstance(event, Hello):
-                    hello = event
-                elif isinstance(event, Loaded):
-                    loaded = event
-                elif isinstance(event, Test):
-                    tests[event.n_prompt, event.n_gen] = event
-                    self.bar.done()
-        missing = [test for test in self.options.tests if test not in tests]
-        if hello is None or loaded is None or missing:
-            raise MkdeployError(f"the engine ended without results for {missing or 'any test'}")
-        return _Measured(hello, loaded, tests)
 
     def page_cache(self, model: Path, *, capped: bool) -> str:
         """Puts the page cache into the state that the record names."""
@@ -206,26 +161,25 @@ class _Bench:
             dropped = drop_file_pages(_files(model))
         return "dropped" if dropped else "as found"
 
-    def limit_bytes(self, engine: EngineOptions) -> int | None:
+    def limit_bytes(self, side: _Side) -> int | None:
         """The cgroup limit for this setting; None: none."""
         if self.options.memory_cap is not None:
             return self.options.memory_cap
         if not self.options.compare:
             return None
-        if engine.memory:
-            return engine.memory + CAP_MARGIN_BYTES
-        if not engine.cache_slots:
+        if side.engine.memory:
+            return side.engine.memory + CAP_MARGIN_BYTES
+        if not side.engine.cache_slots:
             return None  # all experts in memory against unlimited stock
-        with start(["generate", *engine.argv(self.package), "--requests"]) as child:
+        with self.place.start(["generate", *side.engine.argv(side.model), "--requests"]) as child:
             return child.wait_loaded().memory.total_bytes + CAP_MARGIN_BYTES
 
-    def records(
-        self, engine: EngineOptions, model: Path, measured: _Measured, cap: MemoryCap, page_cache: str, test_time: str
-    ) -> list[Record]:
-        """The rows of one setting."""
-        stock_default = platform.machine() not in ("x86_64", "AMD64")
+    def records(self, side: _Side, measured: Measured, cap: MemoryCap, page_cache: str, test_time: str) -> list[Record]:
+        """The rows of one side."""
+        engine, target = side.engine, measured.hello.target or platform.machine()
+        stock_default = not target.startswith(("x86_64", "AMD64"))
         setting = Setting(
-            model_filename=str(model),
+            model_filename=str(side.model),
             cpu_info=self.cpu_info,
             n_batch=engine.n_batch,
             n_ubatch=engine.n_ubatch,
@@ -234,9 +188,9 @@ class _Bench:
             load_mode=engine.load,
             repack=stock_default if engine.extra_bufts is None else engine.extra_bufts,
             test_time=test_time,
-            emulated=engine.throttle is not None,
+            emulated=self.place.is_emulated or engine.throttle is not None,
             device=engine.device or "cpu",
-            serial_model=self.options.profile or "",
+            serial_model=self.place.phone_model or self.options.profile or "",
             flags=" ".join(engine.argv("MODEL")[2:]),
             memory_cap=cap.kind,
             memory_cap_bytes=cap.effective_bytes,
@@ -245,7 +199,10 @@ class _Bench:
             cold=self.options.cold and engine.load == "paged",
             mkdeploy_version=mkdeploy.__version__,
         )
-        return [make_record(setting, measured.hello, measured.loaded, test) for test in measured.tests.values()]
+        return [
+            make_record(setting, measured.hello, measured.loaded, test, measured.trials.get(key))
+            for key, test in measured.tests.items()
+        ]
 
     @contextlib.contextmanager
     def cap(self, limit_bytes: int | None) -> Iterator[MemoryCap]:
@@ -254,51 +211,36 @@ class _Bench:
             return
         with memory_cap(limit_bytes) as cap:
             if cap.kind == "none":
-                self.bar.say(f"note: no memory limit: {cap.reason}; both sides run without one")
+                self.bar.say(f"note: no memory limit: {cap.reason}; it runs without one")
             yield cap
 
-    def plain(self, engine: EngineOptions) -> list[Record]:
-        """One setting, all repetitions in one process."""
-        limit = self.limit_bytes(engine)
-        self.bar.step(_label(engine))
-        page_cache = self.page_cache(self.package, capped=limit is not None)
+    def one(self, side: _Side) -> list[Record]:
+        """One setting alone, all repetitions in one process."""
+        limit = self.limit_bytes(side)
+        self.bar.step(_label(side.engine))
+        page_cache = self.page_cache(side.model, capped=limit is not None)
         test_time = _now()
         with self.cap(limit) as used:
-            measured = self.process(engine, self.package, self.options.reps, used)
-        return self.records(engine, self.package, measured, used, page_cache, test_time)
+            measured = self.process(side, self.options.reps, used)
+        return self.records(side, measured, used, page_cache, test_time)
 
-    def compare(self, engine: EngineOptions, merged: Path) -> list[Record]:
-        """One setting against stock mmap, repetition by repetition."""
-        limit = self.limit_bytes(engine)
-        sides = ((engine, self.package), (baseline(engine), merged))
-        runs: tuple[list[_Measured], list[_Measured]] = ([], [])
-        states: tuple[set[str], set[str]] = (set(), set())
-        cap, test_time = MemoryCap("none", 0), _now()
+    def in_turn(self, sides: Sequence[_Side], limits: Sequence[int | None]) -> list[list[Record]]:
+        """Several sides, repetition by repetition, forwards and backwards; rows of each."""
+        runs: list[list[Measured]] = [[] for _ in sides]
+        states: list[set[str]] = [set() for _ in sides]
+        caps, test_time = [NO_CAP for _ in sides], _now()
         for rep in range(self.options.reps):
-            for side in (0, 1) if rep % 2 == 0 else (1, 0):
-                options, model = sides[side]
-                self.bar.step(f"{_label(options)}, repetition {rep + 1} of {self.options.reps}")
-                states[side].add(self.page_cache(model, capped=limit is not None))
-                with self.cap(limit) as cap_of_run:
-                    cap = cap_of_run
-                    runs[side].append(self.process(options, model, 1, cap))
-        rows: list[list[Record]] = []
-        for side in (0, 1):
-            first = runs[side][0]
-            joined = {key: join_tests([run.tests[key] for run in runs[side]]) for key in first.tests}
-            measured = _Measured(first.hello, first.loaded, joined)
-            state = "dropped" if states[side] == {"dropped"} else "as found"
-            rows.append(self.records(*sides[side], measured, cap, state, test_time))
-        return with_ratios(*rows)
-
-
-def with_ratios(ours: Sequence[Record], stock: Sequence[Record]) -> list[Record]:
-    """Both sides' rows, test by test; ours with the median over repetitions of ours / stock."""
-    rows: list[Record] = []
-    for mine, theirs in zip(ours, stock, strict=True):
-        ratios = tuple(a / b for a, b in zip(mine.samples_ts, theirs.samples_ts, strict=True))
-        rows += [dataclasses.replace(mine, compare_ratio=statistics.median(ratios), compare_ratios=ratios), theirs]
-    return rows
+            order = range(len(sides)) if rep % 2 == 0 else range(len(sides) - 1, -1, -1)
+            for i in order:
+                self.bar.step(f"{_label(sides[i].engine)}, repetition {rep + 1} of {self.options.reps}")
+                states[i].add(self.page_cache(sides[i].model, capped=limits[i] is not None))
+                with self.cap(limits[i]) as caps[i]:
+                    runs[i].append(self.process(sides[i], 1, caps[i]))
+        rows = []
+        for i, side in enumerate(sides):
+            state = "dropped" if states[i] == {"dropped"} else "as found"
+            rows.append(self.records(side, join_measured(runs[i]), caps[i], state, test_time))
+        return rows
 
 
 def _now() -> str:
@@ -311,13 +253,20 @@ def _label(engine: EngineOptions) -> str:
 
 
 def measure(
-    package: Path, options: BenchOptions | None = None, *, on_record: Callable[[Record], None] = lambda record: None
+    package: Path,
+    options: BenchOptions | None = None,
+    *,
+    place: Place | None = None,
+    pacer: Pacer | None = None,
+    on_record: Callable[[Record], None] = lambda record: None,
 ) -> list[Record]:
     """Runs every test of every combination; progress on stderr.
 
     Args:
         package: a package folder (a GGUF with `options.engine.load` "mmap" or "none").
         options: what to measure.
+        place: where; None: this machine.
+        pacer: consulted around every repetition.
         on_record: called with each row as soon as it is complete.
 
     Raises:
@@ -325,7 +274,9 @@ def measure(
         BudgetError: a budget is too small.
         MkdeployError: the engine failed.
     """
-    options = options or BenchOptions()
+    options, place = options or BenchOptions(), place or ThisMachine()
+    if place.phone_model:
+        _refuse_on_phone(options)
     throttle = None
     if options.profile is not None:
         from mkdeploy.profiles import load_profile
@@ -335,27 +286,59 @@ def measure(
     if options.engine.load == "paged" and package.is_dir():
         open_package(package)  # strict: what it refuses, llama.cpp might abort on
     ids, source = bench_tokens(metadata_file(package, options.engine.load), options)
-    n_steps = len(engines) * len(options.tests) * (2 * options.reps if options.compare else 1)
     merged = merged_gguf(package, lambda line: print(line, file=sys.stderr)) if options.compare else None
+    in_turn = merged is not None or len(engines) > 1
+    n_steps = len(engines) * len(options.tests) * (options.reps if in_turn else 1) * (1 if merged is None else 2)
     records: list[Record] = []
+
+    def add(rows: Sequence[Record]) -> None:
+        for row in rows:
+            records.append(row)
+            on_record(row)
+
     with tempfile.TemporaryDirectory(prefix="mkdeploy-bench-") as folder, _Bar(n_steps) as bar:
         tokens = Path(folder) / "tokens.i32"
         tokens.write_bytes(ids.astype("<i4").tobytes())
-        work = _Bench(package, options, tokens, source, bar)
-        for engine in engines:
-            for row in work.plain(engine) if merged is None else work.compare(engine, merged):
-                records.append(row)
-                on_record(row)
+        work = _Bench(options, place, pacer, tokens, source, bar)
+        sides = [_Side(engine, package) for engine in engines]
+        if merged is not None:
+            for side in sides:
+                limit = work.limit_bytes(side)
+                both = (side, _Side(baseline(side.engine), merged))
+                add(with_ratios(*work.in_turn(both, (limit, limit))))
+        elif in_turn:
+            for rows in work.in_turn(sides, [work.limit_bytes(side) for side in sides]):
+                add(rows)
+        else:
+            add(work.one(sides[0]))
     return records
 
 
+def _refuse_on_phone(options: BenchOptions) -> None:
+    """What only this machine can do."""
+    for option, given in (
+        ("--compare", options.compare),
+        ("--profile", options.profile),
+        ("--memory-cap", options.memory_cap),
+        ("--drop-caches", options.drop_caches),
+    ):
+        if given:
+            raise UsageError(f"{option} works on this machine only; leave it out with --serial")
+
+
 def bench(
-    package: Path, options: BenchOptions | None = None, *, output: str = "md", output_err: str | None = None
+    package: Path,
+    options: BenchOptions | None = None,
+    *,
+    output: str = "md",
+    output_err: str | None = None,
+    place: Place | None = None,
+    pacer: Pacer | None = None,
 ) -> list[Record]:
     """`measure`, printed.
 
     Args:
-        package, options: as for `measure`.
+        package, options, place, pacer: as for `measure`.
         output: format on stdout: md, json, jsonl or csv.
         output_err: format on stderr; None: nothing there but progress.
 
@@ -367,7 +350,7 @@ def bench(
             raise UsageError(f"-o '{form}' is unknown; expected one of {', '.join(record.FORMATS)}")
     rows: list[Record] = []
     try:
-        measure(package, options, on_record=rows.append)
+        measure(package, options, place=place, pacer=pacer, on_record=rows.append)
     finally:
         if rows:
             if output_err is not None:

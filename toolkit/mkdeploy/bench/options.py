@@ -144,7 +144,9 @@ def combinations(options: BenchOptions, throttle: str | None = None) -> list[Eng
     ]
 
 
-def bench_argv(engine: EngineOptions, model: Path, tokens: Path, options: BenchOptions, reps: int) -> list[str]:
+def bench_argv(
+    engine: EngineOptions, model: str | Path, tokens: str | Path, options: BenchOptions, reps: int
+) -> list[str]:
     """mkd-run's arguments for all tests of one engine setting."""
     argv = ["bench", *engine.argv(model), "--tokens", str(tokens), "-r", str(reps)]
     for n_prompt, n_gen in options.tests:

@@ -10,7 +10,7 @@ import csv
 import io
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TextIO
 
@@ -111,6 +111,8 @@ class Record:
     cold: bool
     mkdeploy_version: str
     llama_version: str
+    target: str  # what the engine was built for, for example aarch64-linux-musl/dotprod
+    trials: tuple[dict[str, Any], ...] | None  # a phone's state before and after each repetition
     compare_ratio: float | None  # median over repetitions of our speed / the baseline's
     compare_ratios: tuple[float, ...] | None
     samples_ns: tuple[int, ...]
@@ -173,13 +175,16 @@ def join_tests(tests: Sequence[Test]) -> Test:
     )
 
 
-def make_record(setting: Setting, hello: Hello, loaded: Loaded, test: Test) -> Record:
+def make_record(
+    setting: Setting, hello: Hello, loaded: Loaded, test: Test, trials: Sequence[Mapping[str, Any]] | None = None
+) -> Record:
     """Computes one row.
 
     Args:
         setting: what the toolkit chose.
         hello, loaded: the engine's own words.
         test: all repetitions of one test.
+        trials: per repetition "before" and "after": the phone's state; None where nobody looked.
     """
     ts = speeds(test)
     n_tokens = (test.n_prompt + test.n_gen) * len(test.samples_ns)
@@ -266,6 +271,8 @@ def make_record(setting: Setting, hello: Hello, loaded: Loaded, test: Test) -> R
         cold=setting.cold,
         mkdeploy_version=setting.mkdeploy_version,
         llama_version=hello.llama_version,
+        target="/".join(filter(None, (hello.target, hello.variant))),
+        trials=None if trials is None else tuple(dict(trial) for trial in trials),
         compare_ratio=None,
         compare_ratios=None,
         samples_ns=test.samples_ns,
@@ -338,14 +345,17 @@ def _md_remarks(records: Sequence[Record]) -> list[str]:
     pages = sorted({record.page_cache for record in records})
     remarks.append(f"page cache: {', '.join(pages)}; tokens: {', '.join(sorted({r.tokens_source for r in records}))}")
     if any(record.emulated for record in records):
-        remarks.append("emulated: reads are slowed to a phone's bandwidth on this machine's processor")
+        remarks.append("emulated: timings are not a phone's; counts and bytes are")
     return ["", *remarks]
+
+
+_NOT_IN_CSV = ("compare_ratios", "trials")
 
 
 def _render_csv(records: Sequence[Record]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, quoting=csv.QUOTE_ALL, lineterminator="\n")
-    names = [f.name for f in fields(Record) if not f.name.startswith("samples_") and f.name != "compare_ratios"]
+    names = [f.name for f in fields(Record) if not f.name.startswith("samples_") and f.name not in _NOT_IN_CSV]
     out.write(",".join(names) + "\n")
     for record in records:
         values = (getattr(record, name) for name in names)

@@ -27,6 +27,8 @@ class Hello:
     revision: str
     abi_version: int
     llama_version: str
+    target: str  # for example x86_64-linux-gnu
+    variant: str  # processor features it was built for: host, dotprod, i8mm
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,15 @@ class Test:
 
 
 @dataclass(frozen=True)
+class Ready:
+    """`bench --paced`: the engine waits for a line before repetition `i_rep` of this test; the one before has ended."""
+
+    n_prompt: int
+    n_gen: int
+    i_rep: int
+
+
+@dataclass(frozen=True)
 class Note:
     """Something a person should know; the work goes on."""
 
@@ -108,8 +119,8 @@ class Unknown:
     fields: Mapping[str, Any]
 
 
-Event = Hello | Loaded | TokenEvent | Done | Test | Note | Failure | Unknown
-_FLAT: dict[str, type[Any]] = {"hello": Hello, "token": TokenEvent, "note": Note, "error": Failure}
+Event = Hello | Loaded | TokenEvent | Done | Test | Ready | Note | Failure | Unknown
+_FLAT: dict[str, type[Any]] = {"hello": Hello, "token": TokenEvent, "ready": Ready, "note": Note, "error": Failure}
 
 
 def _require(body: Mapping[str, Any], cls: type[Any], where: str) -> None:

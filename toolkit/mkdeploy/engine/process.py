@@ -313,30 +313,10 @@ class Engine:
                 return
         raise MkdeployError("the engine ended in the middle of an answer")
 
+    def proceed(self) -> None:
+        """Lets a paced bench begin the repetition that its `Ready` announced."""
+        self._transport.write(b"\n")
+
     def interrupt(self) -> None:
         """Stops the running answer; its `Done` follows."""
         self._transport.interrupt()
-
-
-def start(
-    arguments: Sequence[str],
-    *,
-    wrapper: Sequence[str] = (),
-    program: str | Path | None = None,
-    on_note: Callable[[str], None] | None = None,
-    memory_cap_bytes: int | None = None,
-) -> Engine:
-    """Starts mkd-run on this machine.
-
-    Args:
-        arguments: after the program's name, for example ["generate", *options.argv(package), "--requests"].
-        wrapper: a command that runs the one appended to it (a memory cap's, see memcap).
-        program: the binary; None: the toolkit's own.
-        on_note, memory_cap_bytes: as for `Engine`.
-    """
-    if program is None:
-        from mkdeploy.native import mkd_run_path
-
-        program = mkd_run_path()
-    command = [*wrapper, str(program), *arguments]
-    return Engine(LocalProcess(command), on_note=on_note, memory_cap_bytes=memory_cap_bytes)

@@ -1,0 +1,1 @@
+"""The phone, seen from the host: adb's protocol, files, processes, and what is known of the hardware."""
