@@ -26,16 +26,22 @@ GgufStream::GgufStream(const PackageIndex & index, bool direct_io, int n_lanes)
     : path_(index.resident_path), direct_io_(direct_io), n_lanes_(n_lanes), memory_(nullptr, free) {
     build_header(index);
 
-#if defined(__GLIBC__)
-    using seek_fn = int (*)(void *, off64_t *, int);
+#if defined(__BIONIC__)
+    // funopen64 is what Android's libc has instead of fopencookie.
+    file_ = funopen64(
+        this, [](void * self, char * dst, int n) { return (int) cookie_read(self, dst, (size_t) n); }, nullptr,
+        [](void * self, fpos64_t offset, int whence) {
+            int64_t to = offset;
+            return cookie_seek(self, &to, whence) == 0 ? (fpos64_t) to : (fpos64_t) -1;
+        },
+        nullptr);
 #else
-    using seek_fn = int (*)(void *, off_t *, int); // musl: off_t is 64 bits
-    static_assert(sizeof(off_t) == 8, "64-bit file offsets are needed");
-#endif
+    static_assert(sizeof(off_t) == sizeof(int64_t), "64-bit file offsets are needed"); // off64_t with glibc, off_t with musl
     cookie_io_functions_t calls = {};
     calls.read                  = cookie_read;
-    calls.seek                  = (seek_fn) cookie_seek;
+    calls.seek                  = cookie_seek;
     file_                       = fopencookie(this, "rb", calls);
+#endif
     if (!file_) {
         fail(MKD_ERR_NOMEM, "cannot open a stream over %s: %s", path_.c_str(), strerror(errno));
     }
@@ -258,11 +264,8 @@ ssize_t GgufStream::cookie_read(void * self, char * dst, size_t n) {
     }
 }
 
-int GgufStream::cookie_seek(void * self, off64_t * offset, int whence) {
-    int64_t   to = (int64_t) *offset;
-    const int rc = ((GgufStream *) self)->seek(&to, whence);
-    *offset      = (off64_t) to;
-    return rc;
+int GgufStream::cookie_seek(void * self, int64_t * offset, int whence) {
+    return ((GgufStream *) self)->seek(offset, whence);
 }
 
 } // namespace mkd

@@ -69,7 +69,7 @@ class GgufStream {
     Block & oldest();
 
     static ssize_t cookie_read(void * self, char * dst, size_t n);
-    static int     cookie_seek(void * self, off64_t * offset, int whence);
+    static int     cookie_seek(void * self, int64_t * offset, int whence);
 
     std::string                 path_;
     bool                        direct_io_;

@@ -8,6 +8,7 @@
 
 #include <cerrno>
 #include <csignal>
+#include <cstdio>
 #include <cstring>
 #include <unistd.h>
 
@@ -115,21 +116,50 @@ bool read_line(std::string & line) {
 // ---------------------------------------------------------------- answers
 
 struct Answer {
-    bool is_broken = false; // the reader is gone
+    mkd_session_t session   = nullptr;
+    FILE *        logits    = nullptr; // --logits; null: not asked for
+    int32_t       n_vocab   = 0;
+    bool          is_broken = false; // the reader is gone
+    bool          is_full   = false; // the logits could not be written
 };
 
 bool on_token(int32_t id, const char * text, size_t text_bytes, int64_t t_us, void * user) {
+    Answer & answer = *(Answer *) user;
+    const size_t n_logits = (size_t) answer.n_vocab;
+    if (answer.logits && id >= 0 && fwrite(mkd_logits(answer.session, -1), sizeof(float), n_logits, answer.logits) != n_logits) {
+        answer.is_full = true;
+        return false;
+    }
     try {
         emit("token", { { "id", id }, { "text", std::string(text, text_bytes) }, { "t_us", t_us } });
         return true;
     } catch (const std::exception &) {
-        ((Answer *) user)->is_broken = true;
+        answer.is_broken = true;
         return false;
     }
 }
 
+// The file of --logits.
+struct Logits {
+    std::unique_ptr<FILE, int (*)(FILE *)> file{ nullptr, fclose };
+    int32_t                                n_vocab = 0;
+
+    Logits(mkd_session_t session, const std::string & path) {
+        if (path.empty()) {
+            return;
+        }
+        mkd_model_info info;
+        check(mkd_session_model_info(session, &info));
+        n_vocab = info.n_vocab;
+        file.reset(fopen(path.c_str(), "wb"));
+        if (!file) {
+            throw Failure(MKD_ERR_IO, path + ": the logits cannot be written: " + strerror(errno));
+        }
+    }
+};
+
 // Returns enum mkd_stop.
-int32_t answer(mkd_session_t session, Request & request) {
+int32_t answer(mkd_session_t session, Request & request, const Logits & logits) {
     if (!request.has_ids) {
         request.ids = tokenize(session, request.prompt, request.add_special, request.parse_special);
     }
@@ -143,7 +173,7 @@ int32_t answer(mkd_session_t session, Request & request) {
     }
     check(mkd_stats_reset(session));
     const int64_t majflt_before = majflt();
-    Answer        answer;
+    Answer        answer{ session, logits.file.get(), logits.n_vocab };
     mkd_generated result;
     {
         const Working working(session);
@@ -152,6 +182,9 @@ int32_t answer(mkd_session_t session, Request & request) {
     }
     if (answer.is_broken) {
         throw BrokenOutput();
+    }
+    if (logits.file && (answer.is_full || fflush(logits.file.get()) != 0)) {
+        throw Failure(MKD_ERR_IO, "the logits cannot be written: " + std::string(strerror(errno)));
     }
     mkd_stats stats;
     check(mkd_stats_get(session, &stats));
@@ -176,14 +209,15 @@ int run_generate(const Options & options) {
         defaults.prompt = options.has_prompt ? options.prompt : read_file(options.prompt_file);
     }
     const SessionPtr session = load_model(options);
+    const Logits     logits(session.get(), options.logits_file);
     if (!options.requests) {
-        const int32_t stop = answer(session.get(), defaults);
+        const int32_t stop = answer(session.get(), defaults, logits);
         return stop == MKD_STOP_INTERRUPTED ? kSignalled + (exit_signal() ? exit_signal() : SIGINT) : kDone;
     }
     std::string line;
     while (read_line(line) && !line.empty()) {
         Request request = parse_request(line, defaults);
-        answer(session.get(), request);
+        answer(session.get(), request, logits);
         if (is_terminated()) {
             return kSignalled + SIGTERM;
         }

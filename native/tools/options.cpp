@@ -97,6 +97,7 @@ const Option kOptions[] = {
     { "--seed",          "N",     kGenerate, "-1: random (default)",                [](Options & o, const Value & v) { o.sampling.seed = (uint32_t) v.integer(-1, UINT32_MAX); } },
     { "--grammar-file",  "FILE",  kGenerate, "GBNF grammar",                        [](Options & o, const Value & v) { o.grammar_file = v.text; } },
     { "--stop",          "TEXT",  kGenerate, "stop before this text (repeatable)",  [](Options & o, const Value & v) { o.stops.push_back(v.text); } },
+    { "--logits",        "FILE",  kGenerate, "write what each token was drawn from: float32 [n_tokens][n_vocab]", [](Options & o, const Value & v) { o.logits_file = v.text; } },
 
     { "--tokens",        "FILE",  kBench,    "token ids, raw little-endian int32",  [](Options & o, const Value & v) { o.tokens_file = v.text; } },
     { "-p",              "N",     kBench,    "test a prompt of N tokens (repeatable, default 512)", [](Options & o, const Value & v) { o.n_prompt.push_back(v.n()); } },

@@ -33,7 +33,7 @@ struct Options {
     std::string              grammar_file;
     int32_t                  n_predict = -1;
     std::vector<std::string> stops;
-    std::string              prompt, prompt_file;
+    std::string              prompt, prompt_file, logits_file;
     bool                     has_prompt = false, requests = false;
 
     // bench

@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -166,6 +167,25 @@ TEST_CASE("engine: cold drops every expert after each pass") {
     const mkd_stats stats = engine->experts()->stats();
     CHECK(stats.n_hits == 0);
     CHECK(stats.n_misses == (uint64_t) TinyPackage::n_layer * TinyPackage::n_expert_used * 17);
+}
+
+TEST_CASE("engine: decoding keeps its threads") {
+    const auto thread_ids = [] {
+        std::set<std::string> ids;
+        for (const auto & entry : std::filesystem::directory_iterator("/proc/self/task")) {
+            ids.insert(entry.path().filename());
+        }
+        return ids;
+    };
+    const TinyPackage  tiny;
+    mkd_session_params params = base_params(tiny.package, MKD_LOAD_PAGED);
+    params.n_threads          = 2;
+    const auto engine         = Engine::open(params);
+    logits_of(*engine, 7, 1);
+    const auto before = thread_ids();
+    CHECK(before.size() >= 2);
+    logits_of(*engine, 64, 4);
+    CHECK(thread_ids() == before);
 }
 
 TEST_CASE("engine: loading asks for no routed byte") {
