@@ -75,7 +75,9 @@ class UsbPort:
             self._usb.connect(timeout_s)
         except UsbDeviceNotFoundError:
             what = f"no phone '{serial}' is" if serial else "no phone is"
-            raise NoPhoneError(f"{what} attached by USB; enable USB debugging on it, and see `mkdeploy devices`") from None
+            raise NoPhoneError(
+                f"{what} attached by USB; enable USB debugging on it, and see `mkdeploy devices`"
+            ) from None
         except Exception as error:  # libusb's own kinds
             raise NoPhoneError(f"the phone cannot be opened by USB ({error}); is an adb server using it?") from None
         self._timeout_s: float | None = timeout_s
@@ -214,7 +216,7 @@ class DirectConnection:
                 signature = keys[n_tried].Sign(bytes(message.payload))  # type: ignore[attr-defined]
                 send(wire.AUTH, wire.AUTH_SIGNATURE, 0, signature)
             elif n_tried == len(keys):
-                say(f"{self._name} does not know this computer: unlock the phone and tap \"Allow\"")
+                say(f'{self._name} does not know this computer: unlock the phone and tap "Allow"')
                 public = keys[-1].GetPublicKey()  # type: ignore[attr-defined]
                 public = public if isinstance(public, bytes) else public.encode()
                 send(wire.AUTH, wire.AUTH_RSAPUBLICKEY, 0, public + b"\0")
@@ -230,7 +232,7 @@ class DirectConnection:
 
     def _unauthorized(self) -> NoPhoneError:
         return NoPhoneError(
-            f"{self._name} is unauthorized: unlock the phone, tap \"Allow\" in its USB debugging question, try again"
+            f'{self._name} is unauthorized: unlock the phone, tap "Allow" in its USB debugging question, try again'
         )
 
     def open(self, service: str) -> MuxStream:

@@ -82,9 +82,7 @@ class MuxStream:
                 if not self._changed.wait_for(lambda: self._may_write or self._ended, timeout_s):
                     raise TimeoutError(f"the other side took nothing for {timeout_s:g} s")
                 if self._ended:
-                    raise StreamError(
-                        "the other side closed the stream" if self._ended == "closed" else self._ended
-                    )
+                    raise StreamError("the other side closed the stream" if self._ended == "closed" else self._ended)
                 self._may_write = False
             part = rest[: self._mux.max_payload]
             self._mux.send(wire.WRTE, self.local_id, self.remote_id, part)
@@ -144,7 +142,8 @@ class MuxStream:
             self._changed.notify_all()
 
 
-OnOpen = Callable[[str, MuxStream], bool]
+Server = Callable[[MuxStream], None]
+OnOpen = Callable[[str], Server | None]
 
 
 class Mux:
@@ -154,13 +153,11 @@ class Mux:
         port: its bytes.
         max_payload: the largest payload that both ends take.
         with_checksum: the peer wants the sum of every payload.
-        on_open: called on the reader thread with each service that the peer asks for; True accepts it, and its owner
-            then serves the stream on a thread of its own. None: everything is refused.
+        on_open: called on the reader thread with each service that the peer asks for; returns what serves it, on a
+            thread of its own, or None to refuse. None: everything is refused.
     """
 
-    def __init__(
-        self, port: Port, *, max_payload: int, with_checksum: bool, on_open: OnOpen | None = None
-    ) -> None:
+    def __init__(self, port: Port, *, max_payload: int, with_checksum: bool, on_open: OnOpen | None = None) -> None:
         self._port, self.max_payload, self._with_checksum, self._on_open = port, max_payload, with_checksum, on_open
         self._streams: dict[int, MuxStream] = {}
         self._ids = itertools.count(1)
@@ -276,10 +273,12 @@ class Mux:
 
     def _accept(self, message: wire.Message) -> None:
         service = bytes(message.payload).rstrip(b"\0").decode("utf-8", "surrogateescape")
+        serve = self._on_open(service) if self._on_open is not None and message.arg0 != 0 else None
+        if serve is None:
+            self.send(wire.CLSE, 0, message.arg0)
+            return
         stream = MuxStream(self, next(self._ids), message.arg0)
         with self._lock:
             self._streams[stream.local_id] = stream
-        # The OKAY must precede the first WRTE, which on_open's thread may send at once.
-        if message.arg0 == 0 or self._on_open is None or not self._on_open(service, stream):
-            self.forget(stream)
-            self.send(wire.CLSE, 0, message.arg0)
+        self.send(wire.OKAY, stream.local_id, stream.remote_id)
+        threading.Thread(target=serve, args=(stream,), name="adb-service", daemon=True).start()

@@ -7,6 +7,7 @@ whoever the user chose), so its port is tried first: adbutils would run `adb sta
 import contextlib
 import os
 import socket
+import struct
 from dataclasses import dataclass
 
 from mkdeploy.device.direct import is_adb_server
@@ -40,7 +41,7 @@ def server_address() -> ServerAddress:
         kind, _, rest = spec.partition(":")
         if kind != "tcp":
             raise UsageError(f"ADB_SERVER_SOCKET is '{spec}'; expected tcp:HOST:PORT")
-        host, port = (rest.rsplit(":", 1) if ":" in rest else (host, rest))  # type: ignore[assignment]
+        host, port = rest.rsplit(":", 1) if ":" in rest else (host, rest)  # type: ignore[assignment]
     if not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(f"the adb server's port is '{port}'; expected 1 to 65535 (see ANDROID_ADB_SERVER_PORT)")
     return ServerAddress("127.0.0.1" if host == "localhost" else host, int(port))
@@ -155,7 +156,7 @@ class ServerStream:
     def _set_timeout(self, option: int, timeout_s: float | None) -> None:
         # Reads and writes have timeouts of their own: Python's settimeout would set both, from two threads.
         seconds, micros = divmod(int((timeout_s or 0) * 1e6), 1_000_000)
-        value = seconds.to_bytes(8, "little") + micros.to_bytes(8, "little")
+        value = struct.pack("@ll", seconds, micros)  # struct timeval
         self._socket.setsockopt(socket.SOL_SOCKET, option, value)
 
     def read(self, n_bytes: int, timeout_s: float | None = IDLE_TIMEOUT_S) -> bytes:
