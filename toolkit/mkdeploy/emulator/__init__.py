@@ -1,0 +1,1 @@
+"""An emulated phone: adb's daemon on loopback, and the small Android world that its commands run in."""
