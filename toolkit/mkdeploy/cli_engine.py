@@ -256,23 +256,34 @@ def iobench(
     ] = "256MiB",  # type: ignore[assignment]  # parsed like an argument; the help shows it as it is written here
     seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="And so long, at most.")] = 1.0,
     profile: Annotated[str | None, typer.Option("--profile", metavar="PHONE", help="Slow reads to its flash.")] = None,
+    serial: Serial = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Measure storage as the engine reads it: block size by reads in flight, direct and buffered."""
+    """Measure storage as the engine reads it: block size by reads in flight, direct and buffered.
+
+    With --serial PATH is a file on the phone; without one a scratch file is made there, and removed afterwards.
+    """
     from mkdeploy import iobench as iobench_module
     from mkdeploy.bench.options import parse_int_list, parse_size_list
     from mkdeploy.profiles import load_profile
 
-    rows = iobench_module.iobench(
-        path,
-        blocks=parse_size_list(blocks),
-        lanes=parse_int_list(n_lanes),
-        direct_and_buffered=not direct_only,
-        bytes=n_bytes,
-        seconds=seconds,
-        profile=None if profile is None else load_profile(profile),
-    )
+    if serial is not None and profile is not None:
+        raise UsageError("--profile works on this machine only; leave it out with --serial")
+    with _place(serial) as place, contextlib.ExitStack() as stack:
+        target: str | Path = path
+        if place is not None and path == Path("."):
+            target = stack.enter_context(place.scratch(n_bytes))
+        rows = iobench_module.iobench(
+            target,
+            blocks=parse_size_list(blocks),
+            lanes=parse_int_list(n_lanes),
+            direct_and_buffered=not direct_only,
+            bytes=n_bytes,
+            seconds=seconds,
+            profile=None if profile is None else load_profile(profile),
+            runner=iobench_module.run_local if place is None else lambda words: iobench_module.run_at(place, words),
+        )
     if as_json:
         print_json([row.to_json() for row in rows])
     else:

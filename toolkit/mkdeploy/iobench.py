@@ -1,7 +1,7 @@
 """Measures storage as the engine reads it: block sizes × lanes, direct and buffered.
 
 Job: start `mkd-run iobench` once per combination and put its results side by side. Choice: the program that reads is
-the phone's own engine, so a runner decides where it runs (`run_local` here; a phone's later); in a local folder one
+the phone's own engine, so a runner decides where it runs (`run_local`, or `run_at` a phone); in a local folder one
 scratch file serves all combinations and is removed afterwards. What it does not do: decide anything from the numbers.
 """
 
@@ -17,7 +17,7 @@ import rich.table
 
 from mkdeploy.convert.output import stop_signals_raise
 from mkdeploy.engine.events import Unknown
-from mkdeploy.engine.place import ThisMachine
+from mkdeploy.engine.place import Place, ThisMachine
 from mkdeploy.errors import MkdeployError, UsageError
 from mkdeploy.profiles import Profile
 from mkdeploy.sizes import format_size
@@ -66,13 +66,18 @@ Runner = Callable[[Sequence[str]], Mapping[str, Any]]
 
 
 def run_local(arguments: Sequence[str]) -> Mapping[str, Any]:
-    """Runs this machine's mkd-run.
+    """Runs this machine's mkd-run; see run_at."""
+    return run_at(ThisMachine(), arguments)
+
+
+def run_at(place: Place, arguments: Sequence[str]) -> Mapping[str, Any]:
+    """Runs mkd-run iobench at a place.
 
     Raises:
         MkdeployError: it failed, with its own message, or printed no result.
     """
     result: Mapping[str, Any] | None = None
-    with ThisMachine().start(arguments) as process:
+    with place.start(arguments) as process:
         for event in process.events():
             if isinstance(event, Unknown) and event.fields.get("event") == "iobench":
                 result = event.fields

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from mkdeploy.errors import MkdeployError, UsageError
+from mkdeploy.profile_phone import PhoneIdentity, check_keys, parse_phone
 
 PROFILE_DIR = Path(__file__).resolve().parents[2] / "android" / "profiles"
 SCHEMA = 1
@@ -51,6 +52,7 @@ class Profile:
         ram_bytes: DRAM as sold.
         hot_rate: share of the flash's rates that is left when the phone is hot, above 0, at most 1.
         flash: the curve, ascending by block, then by lanes; every block size with every lane count.
+        phone: what an emulated one says of itself.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Profile:
     hot_rate: float
     sources: tuple[str, ...]
     flash: tuple[CurvePoint, ...]
+    phone: PhoneIdentity
 
     def throttle_curve(self, *, hot: bool = False) -> str:
         """The curve as `mkd_session_params.throttle` and `--throttle` take it: "block_bytes:lanes:bytes_per_s,…".
@@ -106,8 +109,8 @@ def load_profile(name_or_path: str | Path) -> Profile:
 
 def _profile(body: Any, path: Path) -> Profile:
     where = f"profile {path}"
-    keys = ("schema", "name", "description", "soc", "ram_bytes", "storage", "hot_rate", "sources", "flash")
-    _check_keys(body, keys, where)
+    keys = ("schema", "name", "description", "soc", "ram_bytes", "storage", "hot_rate", "sources", "flash", "phone")
+    check_keys(body, keys, where)
     if body["schema"] != SCHEMA:
         raise MkdeployError(f"{where}: schema is {body['schema']!r}; this toolkit reads {SCHEMA}")
     name = _text(body, "name", where)
@@ -128,6 +131,7 @@ def _profile(body: Any, path: Path) -> Profile:
         hot_rate=float(hot_rate),
         sources=tuple(source.strip() for source in sources),
         flash=_curve(body["flash"], where),
+        phone=parse_phone(body["phone"], where),
     )
 
 
@@ -137,7 +141,7 @@ def _curve(points: Any, where: str) -> tuple[CurvePoint, ...]:
     curve = []
     for i, point in enumerate(points):
         at = f"{where}: flash[{i}]"
-        _check_keys(point, ("block_bytes", "lanes", "bytes_per_s", "origin"), at)
+        check_keys(point, ("block_bytes", "lanes", "bytes_per_s", "origin"), at)
         if point["origin"] not in ORIGINS:
             raise MkdeployError(f"{at}: origin is {point['origin']!r}; expected one of {', '.join(ORIGINS)}")
         curve.append(
@@ -159,17 +163,6 @@ def _curve(points: Any, where: str) -> tuple[CurvePoint, ...]:
                     " needs every lane count, once"
                 )
     return tuple(sorted(curve, key=lambda p: (p.block_bytes, p.lanes)))
-
-
-def _check_keys(body: Any, keys: tuple[str, ...], where: str) -> None:
-    if not isinstance(body, Mapping):
-        raise MkdeployError(f"{where}: expected keys and values, found {type(body).__name__}")
-    missing = [key for key in keys if key not in body]
-    unknown = [str(key) for key in body if key not in keys]
-    if missing:
-        raise MkdeployError(f"{where}: '{missing[0]}' is missing")
-    if unknown:
-        raise MkdeployError(f"{where}: '{unknown[0]}' is no key of the schema; expected {', '.join(keys)}")
 
 
 def _text(body: Mapping[str, Any], key: str, where: str) -> str:

@@ -277,6 +277,9 @@ def measure(
     options, place = options or BenchOptions(), place or ThisMachine()
     if place.phone_model:
         _refuse_on_phone(options)
+    if options.engine.lora is not None:
+        there = dataclasses.replace(options.engine, lora=Path(place.file(options.engine.lora)))
+        options = dataclasses.replace(options, engine=there)
     throttle = None
     if options.profile is not None:
         from mkdeploy.profiles import load_profile
@@ -334,11 +337,12 @@ def bench(
     output_err: str | None = None,
     place: Place | None = None,
     pacer: Pacer | None = None,
+    on_record: Callable[[Record], None] = lambda record: None,
 ) -> list[Record]:
     """`measure`, printed.
 
     Args:
-        package, options, place, pacer: as for `measure`.
+        package, options, place, pacer, on_record: as for `measure`.
         output: format on stdout: md, json, jsonl or csv.
         output_err: format on stderr; None: nothing there but progress.
 
@@ -349,8 +353,13 @@ def bench(
         if form not in record.FORMATS:
             raise UsageError(f"-o '{form}' is unknown; expected one of {', '.join(record.FORMATS)}")
     rows: list[Record] = []
+
+    def keep(row: Record) -> None:
+        rows.append(row)
+        on_record(row)
+
     try:
-        measure(package, options, place=place, pacer=pacer, on_record=rows.append)
+        measure(package, options, place=place, pacer=pacer, on_record=keep)
     finally:
         if rows:
             if output_err is not None:

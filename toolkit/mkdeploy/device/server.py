@@ -29,7 +29,7 @@ class ServerAddress:
 
 
 def server_address() -> ServerAddress:
-    """From ADB_SERVER_SOCKET (tcp:HOST:PORT), ANDROID_ADB_SERVER_ADDRESS and ANDROID_ADB_SERVER_PORT, as adb reads them.
+    """From ADB_SERVER_SOCKET (tcp:HOST:PORT), ANDROID_ADB_SERVER_ADDRESS, ANDROID_ADB_SERVER_PORT: as adb reads them.
 
     Raises:
         UsageError: one of them makes no sense.
@@ -41,7 +41,7 @@ def server_address() -> ServerAddress:
         kind, _, rest = spec.partition(":")
         if kind != "tcp":
             raise UsageError(f"ADB_SERVER_SOCKET is '{spec}'; expected tcp:HOST:PORT")
-        host, port = rest.rsplit(":", 1) if ":" in rest else (host, rest)  # type: ignore[assignment]
+        host, port = rest.rsplit(":", 1) if ":" in rest else (host, rest)
     if not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(f"the adb server's port is '{port}'; expected 1 to 65535 (see ANDROID_ADB_SERVER_PORT)")
     return ServerAddress("127.0.0.1" if host == "localhost" else host, int(port))

@@ -2,8 +2,8 @@
 
 Job: run to the end (`run`), or as a process that is talked to (`DeviceProcess`). Choice: shell v2 (packets that keep
 stdout, stderr and the exit status apart) where the phone has it: Android 7 and later. Without it stdout and stderr are
-one, and the status is echoed behind a marker that no output contains by chance; adb-shell's `shell()` has no status at
-all. Guarantees: words of a sequence reach the program as they are (quoted for sh). What it does not do: files (sync.py).
+one, and the status is echoed behind a marker that no output contains by chance (adb-shell's `shell()` has no status).
+Guarantees: words of a sequence reach the program as they are. What it does not do: files (sync.py).
 
 Source of the packets: shell_protocol.h of AOSP's packages/modules/adb: one byte id, length as u32 little endian, data.
 """
@@ -139,8 +139,8 @@ class DeviceProcess:
         self._exit_code: int | None = None
         self._lost = ""
         self._write_lock = threading.Lock()
-        words = shlex.join([*(f"{key}={value}" for key, value in (env or {}).items()), *command])
-        start = f"echo $$; exec env {words}"
+        variables = "".join(f"{key}={shlex.quote(value)} " for key, value in (env or {}).items())
+        start = f"echo $$; {variables}exec {shlex.join(command)}"
         if not self._has_v2:  # the marker needs a shell that outlives the program; raw: no terminal would eat bytes
             start = f"sh -c {shlex.quote(start)} 2>/dev/null; echo {self._marker}$?"
         service = f"shell,v2,raw:{start}" if self._has_v2 else f"exec:{start}"

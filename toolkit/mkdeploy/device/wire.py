@@ -85,7 +85,7 @@ def pack_header(message: Message, *, with_checksum: bool) -> bytes:
     return _HEADER.pack(command, message.arg0, message.arg1, len(message.payload), total, command ^ 0xFFFFFFFF)
 
 
-def unpack_header(data: bytes | bytearray) -> Header:
+def unpack_header(data: bytes | bytearray | memoryview) -> Header:
     """Reads a header.
 
     Raises:
@@ -101,7 +101,7 @@ def unpack_header(data: bytes | bytearray) -> Header:
     return Header(command, arg0, arg1, n_bytes, total)
 
 
-def read_message(read: Callable[[int], bytes | bytearray], *, check: bool) -> Message:
+def read_message(read: Callable[[int], bytes | bytearray | memoryview], *, check: bool) -> Message:
     """Reads one message.
 
     Args:
@@ -112,7 +112,7 @@ def read_message(read: Callable[[int], bytes | bytearray], *, check: bool) -> Me
         WireError: malformed, or the checksum differs.
     """
     header = unpack_header(read(HEADER_BYTES))
-    payload = read(header.n_bytes) if header.n_bytes else b""
+    payload: bytes | bytearray | memoryview = read(header.n_bytes) if header.n_bytes else b""
     if check and checksum(payload) != header.checksum:
         raise WireError(f"{header.name}: its checksum is {header.checksum}, that of its payload {checksum(payload)}")
     return Message(header.command, header.arg0, header.arg1, payload)

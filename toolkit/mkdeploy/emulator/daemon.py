@@ -60,7 +60,6 @@ class Daemon:
         self._known_keys: set[bytes] = set()
         self._connections: set[Mux] = set()
         self._lock = threading.Lock()
-        self._is_closed = False
         self.last_used = time.monotonic()
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -81,7 +80,6 @@ class Daemon:
 
     def close(self) -> None:
         """Stops listening and ends every connection."""
-        self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -95,11 +93,11 @@ class Daemon:
             mux.close()
 
     def _accept(self) -> None:
-        while not self._is_closed:
+        while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                if self._is_closed:
+            except OSError:  # closed; or, for a moment, no free descriptor
+                if self._socket.fileno() < 0:
                     return
                 time.sleep(0.05)
                 continue
@@ -107,30 +105,37 @@ class Daemon:
 
     def _serve(self, connection: socket.socket) -> None:
         port = TcpPort(connection)
-        mux = None
         try:
             port.set_timeout(HANDSHAKE_TIMEOUT_S)
             if self._faults.has("offline"):
-                port.read_exact(1 << 30)
+                time.sleep(HANDSHAKE_TIMEOUT_S)
+                return
             version, max_payload = self._shake_hands(port)
             port.set_timeout(None)
-            mux = Mux(
-                port,
-                max_payload=max(1, min(max_payload, wire.MAX_PAYLOAD)),
-                with_checksum=min(version, self._version) < wire.VERSION_SKIP_CHECKSUM,
-                on_open=lambda service: self._open(service, mux),  # type: ignore[arg-type]
-            )
-            with self._lock:
-                self._connections.add(mux)
-            mux.start()
-            mux.wait()
-        except (OSError, EOFError, wire.WireError, MemoryError):
+            self._run(port, version, max_payload)
+        except (OSError, EOFError, wire.WireError):
             pass
         finally:
             port.close()
-            with self._lock:
-                self._connections.discard(mux)  # type: ignore[arg-type]
             self.last_used = time.monotonic()
+
+    def _run(self, port: TcpPort, version: int, max_payload: int) -> None:
+        muxes: list[Mux] = []
+        mux = Mux(
+            port,
+            max_payload=max(1, min(max_payload, wire.MAX_PAYLOAD)),
+            with_checksum=min(version, self._version) < wire.VERSION_SKIP_CHECKSUM,
+            on_open=lambda service: self._open(service, muxes[0]),
+        )
+        muxes.append(mux)
+        with self._lock:
+            self._connections.add(mux)
+        try:
+            mux.start()
+            mux.wait()
+        finally:
+            with self._lock:
+                self._connections.discard(mux)
 
     def _open(self, service: str, mux: Mux) -> Server | None:
         self.last_used = time.monotonic()

@@ -35,7 +35,7 @@ _SIZES = ("disconnect", "slow-link", "no-space")
 _VALUELESS = ("full", "auth-refused", "offline")
 
 
-class Disconnect(Exception):
+class DisconnectError(Exception):
     """The connection must end now."""
 
 
@@ -111,7 +111,7 @@ class Faults:
             rate = self._active.get("slow-link")
             if self._n_bytes > self._active.get("disconnect", float("inf")):
                 del self._active["disconnect"]
-                raise Disconnect
+                raise DisconnectError
             if self._n_bytes > self._active.get("no-space", float("inf")) or "full" in self._active:
                 raise OSError(28, "No space left on device")
         if rate:

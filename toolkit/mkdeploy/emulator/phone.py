@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mkdeploy.bench.memcap import memory_cap
+from mkdeploy.device import wire
 from mkdeploy.emulator import userland
 from mkdeploy.emulator.daemon import FEATURES, LOOPBACK, Daemon
 from mkdeploy.emulator.faults import Fault, Faults
 from mkdeploy.emulator.shell_service import serve_shell
 from mkdeploy.emulator.sync_service import SyncStats, serve_sync
 from mkdeploy.emulator.world import World, library_folders
-from mkdeploy.device import wire
 from mkdeploy.errors import MkdeployError, UsageError
 from mkdeploy.profiles import Profile, load_profile
 

@@ -46,19 +46,16 @@ class _Run:
     def __init__(self, world: World, stream: MuxStream, command: str, *, is_v2: bool, has_terminal: bool) -> None:
         self._stream, self._is_v2, self._command, self._world = stream, is_v2, command, world
         self._write_lock = threading.Lock()
-        program = world.shell(command)
+        argv = world.shell(command)
         if has_terminal:
             master, slave = pty.openpty()
-            self._process = subprocess.Popen(
-                program.argv, env=program.env, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
-            )
+            self._process = subprocess.Popen(argv, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
             os.close(slave)
             self._stdin: IO[bytes] = os.fdopen(master, "wb", buffering=0)
             self._outputs: list[tuple[int, IO[bytes]]] = [(STDOUT, os.fdopen(os.dup(master), "rb", buffering=0))]
         else:
             self._process = subprocess.Popen(
-                program.argv,
-                env=program.env,
+                argv,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE if is_v2 else subprocess.STDOUT,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from mkdeploy.device.mux import MuxStream
 from mkdeploy.device.stream import StreamError, exactly
 from mkdeploy.device.sync import CHUNK_BYTES, DENT_V1, MAX_PATH_BYTES, REQUEST, STAT_V1, STAT_V2, WORD
-from mkdeploy.emulator.faults import Disconnect, Faults
+from mkdeploy.emulator.faults import DisconnectError, Faults
 from mkdeploy.emulator.userland import resolve
 
 WRITABLE = ("/data/local/tmp", "/sdcard", "/storage/emulated/0")
@@ -55,7 +55,7 @@ def serve_sync(base: str, faults: Faults, stats: SyncStats, stream: MuxStream, d
     """
     try:
         _Session(base, faults, stats, stream).serve()
-    except Disconnect:
+    except DisconnectError:
         disconnect()
     except (StreamError, TimeoutError, struct.error):
         pass

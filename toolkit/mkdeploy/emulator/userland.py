@@ -72,7 +72,9 @@ def _programs(folder: Path) -> None:
         shutil.copy2(found, folder / name)
     import subprocess
 
-    for path in subprocess.run([str(folder / "toybox"), "--long"], capture_output=True, text=True, timeout=10).stdout.split():
+    for path in subprocess.run(
+        [str(folder / "toybox"), "--long"], capture_output=True, text=True, timeout=10
+    ).stdout.split():
         link = folder / Path(path).name
         if not link.exists() and not link.is_symlink():
             link.symlink_to("toybox")

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mkdeploy.emulator import userland
@@ -22,7 +21,7 @@ from mkdeploy.errors import NoPhoneError
 
 START_TIMEOUT_S = 15.0
 QEMU = "qemu-aarch64-static"
-# ELF, 64 bit, little endian, ET_EXEC or ET_DYN, EM_AARCH64; the kernel reads the \xNN itself. F: opened now, from the host.
+# ELF, 64 bit, little endian, EXEC or DYN, AARCH64; the kernel reads \xNN itself. F: opened now, outside the phone.
 BINFMT = (
     r":mkdeploy-aarch64:M::\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00"
     r":\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff:%s:F"
@@ -47,14 +46,6 @@ cd "$root"
 pivot_root . {userland.HIDDEN}/old
 exec /system/bin/sh -c 'cd /; umount -l /{userland.HIDDEN}/old && echo ready && exec cat'
 """
-
-
-@dataclass(frozen=True)
-class Program:
-    """How to start a command in the world: `argv` on this machine, with `env`."""
-
-    argv: list[str]
-    env: dict[str, str]
 
 
 class World:
@@ -101,7 +92,11 @@ class World:
         if self._holder.stdout.readline() != b"ready\n":
             self.close()
             said = self._holder.stderr.read().decode("utf-8", "replace").strip().splitlines()
-            hint = "" if native or not said or "binfmt" not in said[-1] else "; use --native: this kernel cannot run aarch64"
+            hint = (
+                ""
+                if native or not said or "binfmt" not in said[-1]
+                else "; use --native: this kernel cannot run aarch64"
+            )
             raise NoPhoneError(
                 "the emulated phone needs user, mount and process namespaces, which this system refuses"
                 f" ({said[-1] if said else 'no reason given'}){hint}"
@@ -124,15 +119,15 @@ class World:
         """The phone's root as this machine sees it, with what is mounted there."""
         return f"/proc/{self._pid}/root"
 
-    def shell(self, command: str) -> Program:
-        """How to start the phone's sh with a command line; "": an interactive one."""
-        words = ["/system/bin/sh", *(["-c", command] if command else [])]
-        return Program([*self._wrapper, *self._enter, *words], dict(self._env))
+    def shell(self, command: str) -> list[str]:
+        """What to start on this machine to run a command line in the phone's sh; "": an interactive one."""
+        variables = [f"{key}={value}" for key, value in self._env.items()]
+        words = ["/system/bin/env", "-i", *variables, "/system/bin/sh", *(["-c", command] if command else [])]
+        return [*self._wrapper, *self._enter, *words]
 
     def run(self, command: str, timeout_s: float = 10.0) -> subprocess.CompletedProcess[bytes]:
         """Runs a command line of the phone to its end."""
-        program = self.shell(command)
-        return subprocess.run(program.argv, env=program.env, capture_output=True, timeout=timeout_s)
+        return subprocess.run(self.shell(command), capture_output=True, timeout=timeout_s)
 
     def close(self) -> None:
         """Ends every program of the phone."""

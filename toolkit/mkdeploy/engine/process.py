@@ -221,6 +221,7 @@ class Engine:
         transport: the process, just started.
         on_note: receives notes; None drops them.
         memory_cap_bytes: the limit that it runs under, for messages.
+        check_hello: looks at the first event and raises if this engine must not be used.
 
     Raises:
         MkdeployError (or the subclass that fits): the engine is of another ABI version or failed.
@@ -232,8 +233,10 @@ class Engine:
         *,
         on_note: Callable[[str], None] | None = None,
         memory_cap_bytes: int | None = None,
+        check_hello: Callable[[Hello], None] = lambda hello: None,
     ) -> None:
         self._transport = transport
+        self._check_hello = check_hello
         self._on_note = on_note
         self._memory_cap_bytes = memory_cap_bytes
         self._ended = False
@@ -280,6 +283,7 @@ class Engine:
                         raise MkdeployError(
                             f"mkd-run has ABI version {seen}; this toolkit needs {MKD_ABI_VERSION}: build both again"
                         )
+                    self._check_hello(event)
             yield event
         error = failure(self._finish(), self._transport.stderr_tail(), memory_cap_bytes=self._memory_cap_bytes)
         if error is not None:
