@@ -62,9 +62,8 @@ def find_binary(info: PhoneInfo) -> Binary:
         path = native_dir() / "android" / f"mkd-run-{name}"
         if path.is_file():
             return _binary(name, path)
-    raise MkdeployError(
-        f"the phone's engine is not built: {native_dir() / 'android' / f'mkd-run-{variant}'} is missing; run `make android`"
-    )
+    missing = native_dir() / "android" / f"mkd-run-{variant}"
+    raise MkdeployError(f"the phone's engine is not built: {missing} is missing; run `make android`")
 
 
 def _binary(variant: str, path: Path) -> Binary:

@@ -147,7 +147,8 @@ def _state(place: PhonePlace) -> Iterator[Finding]:
     governors = sorted({core.governor for core in state.cores if core.governor})
     peaks = sorted({core.max_khz for core in state.cores if core.max_khz})
     if peaks:
-        text = f"{len(state.cores)} cores up to {', '.join(f'{khz / 1e6:.2f}' for khz in peaks)} GHz, {', '.join(governors)}"
+        ghz = ", ".join(f"{khz / 1e6:.2f}" for khz in peaks)
+        text = f"{len(state.cores)} cores up to {ghz} GHz, {', '.join(governors)}"
         yield Finding("frequencies", "ok", text)
     else:
         yield Finding("frequencies", "note", "cannot be read")

@@ -109,7 +109,7 @@ class PhoneInfo:
         }
 
 
-# HTP by platform: ggml-hexagon supports v73 and later. Source: Qualcomm's product briefs, by way of ggml-hexagon's README.
+# HTP by platform (ggml-hexagon supports v73 and later). Source: Qualcomm's product briefs.
 _HEXAGON = {"kalama": "v73", "pineapple": "v75", "sun": "v79", "canoe": "v81"}
 
 

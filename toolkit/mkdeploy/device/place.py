@@ -84,11 +84,8 @@ class PhonePlace:
         self._has_work = True
         mib = -(-n_bytes >> 20)
         try:
-            self.device.shell(
-                f"mkdir -p {self._work} && dd if=/dev/urandom of={path} bs=1048576 count={max(mib, 1)} 2>/dev/null && sync",
-                timeout_s=60 + mib,
-                check=True,
-            )
+            fill = f"dd if=/dev/urandom of={path} bs=1048576 count={max(mib, 1)} 2>/dev/null && sync"
+            self.device.shell(f"mkdir -p {self._work} && {fill}", timeout_s=60 + mib, check=True)
             yield path
         finally:
             self.device.shell(["rm", "-f", path])

@@ -282,7 +282,7 @@ class _Push:
         try:
             with file.source.open("rb", buffering=0) as source:
                 on_bytes = self._progress.advance if counts else None
-                n_sent = self._device.send(source, part, mode=file.mode, on_bytes=on_bytes)  # type: ignore[arg-type]
+                n_sent = self._device.send(source, part, mode=file.mode, on_bytes=on_bytes)
         except NoPhoneError as error:
             raise NoPhoneError(f"{error}; push again: whole files are kept") from None
         except MkdeployError as error:

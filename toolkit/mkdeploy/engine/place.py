@@ -18,15 +18,15 @@ OnNote = Callable[[str], None]
 
 
 class Place(Protocol):
-    """A machine that runs mkd-run.
+    """A machine that runs mkd-run."""
 
-    Attributes:
-        phone_model: the phone's name; empty for this machine. Never a serial.
-        is_emulated: timings say nothing about a real device.
-    """
+    @property
+    def phone_model(self) -> str:
+        """The phone's name; empty for this machine. Never a serial."""
 
-    phone_model: str
-    is_emulated: bool
+    @property
+    def is_emulated(self) -> bool:
+        """Timings say nothing about a real device."""
 
     def cpu_info(self) -> str:
         """The processor's name."""
