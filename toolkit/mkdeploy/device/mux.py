@@ -94,7 +94,7 @@ class MuxStream:
             if self._closed_by_us:
                 return
             self._closed_by_us = True
-            tell = not self._ended and self.remote_id != 0
+            tell = self._ended in ("", "closed") and self.remote_id != 0  # a CLSE is answered by one, as adbd does
             self._ended = self._ended or "closed"
             self._changed.notify_all()
         if tell:

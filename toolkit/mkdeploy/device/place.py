@@ -82,10 +82,9 @@ class PhonePlace:
         """A file of incompressible bytes on the phone, removed afterwards."""
         path = f"{self._work}/scratch"
         self._has_work = True
-        mib = -(-n_bytes >> 20)
         try:
-            fill = f"dd if=/dev/urandom of={path} bs=1048576 count={max(mib, 1)} 2>/dev/null && sync"
-            self.device.shell(f"mkdir -p {self._work} && {fill}", timeout_s=60 + mib, check=True)
+            fill = f"head -c {n_bytes} /dev/urandom >{path} && sync"
+            self.device.shell(f"mkdir -p {self._work} && {fill}", timeout_s=60 + n_bytes / 1e6, check=True)
             yield path
         finally:
             self.device.shell(["rm", "-f", path])

@@ -157,6 +157,7 @@ class Sync:
                 self._stream.write(struct.pack("<4sII", b"SND2", file_mode, 0))
             else:
                 self._request(b"SEND", f"{path},{file_mode}")
+                self._path = path
             try:
                 n_sent = self._send_data(source, on_bytes)
                 self._stream.write(REQUEST.pack(b"DONE", mtime_s & 0xFFFFFFFF))
