@@ -162,7 +162,6 @@ def test_trap_a_slow_large_push_outlives_any_read_timeout(
     phone: EmulatedPhone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """adb-shell gives a push up after 10 s without a read; ours ends only after silence."""
-    monkeypatch.setattr("mkdeploy.device.direct.ACCEPT_TIMEOUT_S", 1.0)
     phone.set_faults(["slow-link=1048576"])
     with connect(phone.serial, timeout_s=0.5) as device:
         began = time.monotonic()

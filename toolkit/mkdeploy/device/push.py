@@ -192,6 +192,8 @@ class _Push:
         """Compares a folder with what it must hold."""
         there = {entry.name: entry.stat for entry in self._device.list_dir(folder)}
         same = self._same(folder, files, there)
+        if len(same) < len(files):
+            same.discard(MANIFEST)  # it goes before anything changes, and comes last
         for file in files:
             if file.name in same:
                 self._result.add(file.name, file.n_bytes, "skipped")

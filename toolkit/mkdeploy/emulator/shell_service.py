@@ -9,6 +9,7 @@ Source: shell_service.cpp and shell_protocol.h of AOSP's packages/modules/adb.
 import contextlib
 import os
 import pty
+import re
 import subprocess
 import threading
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from mkdeploy.emulator.world import World, end_group
 CHUNK_BYTES = 32768
 DRAIN_S = 1.0  # for output that a background child still holds open
 MAX_PACKET_BYTES = 1 << 20
+_ENGINE = re.compile(r"mkd-run\S* (bench|generate) ")
 
 
 def serve_shell(world: World, faults: Faults, service: str, stream: MuxStream) -> None:
@@ -70,7 +72,7 @@ class _Run:
 
     def serve(self, faults: Faults) -> None:
         killer = None
-        if "mkd-run" in self._command and " info" not in self._command:
+        if _ENGINE.search(self._command):
             after_s = faults.take("kill")
             if after_s is not None:
                 killer = threading.Timer(after_s, lambda: self._world.run("pkill -KILL -f mkd-run"))
