@@ -29,8 +29,10 @@ TESTS = ROOT / "build" / "android" / "dotprod" / "mkd-tests"
 PHONE_DIR = "/data/local/tmp/mkdeploy"
 N_TOKENS = 32
 PROMPT = "The capital of France is"
-# Rounding differs between x86 and Arm; measured on this prompt, all steps: the largest difference of a logit is below this.
-ARCH_TOLERANCE = 0.25
+# Rounding differs between x86 and Arm, and a router's choice near a tie turns a rounding into another expert: on this
+# prompt logits differ by up to 1.3, the distributions by less than 0.02 nats. A top-2 gap below this is a tie.
+SMALL_GAP = 0.1
+KL_BOUND = 0.1
 
 
 @pytest.fixture(scope="module")
@@ -114,15 +116,27 @@ def test_x86_agrees_up_to_the_first_small_gap(package: Path, paged: Answer, tmp_
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300)
     here = answer_of(done.stdout, (tmp_path / "x86.f32").read_bytes())
     n_same = next((i for i in range(N_TOKENS) if here.ids[i] != paged.ids[i]), N_TOKENS)
-    # The step where they part has the same input too.
-    compared = slice(0, min(n_same + 1, N_TOKENS))
-    difference = np.abs(here.logits[compared] - paged.logits[compared]).max(axis=1)
-    top = np.sort(here.logits[compared], axis=1)
+    top = np.sort(here.logits, axis=1)
     gaps = top[:, -1] - top[:, -2]
-    print(f"x86 and aarch64 agree on {n_same} of {N_TOKENS} tokens; largest difference of a logit {difference.max():.4f};")
-    print(f"smallest top-2 gap up to there {gaps.min():.4f} at token {int(gaps.argmin())}")
-    assert difference.max() < ARCH_TOLERANCE
-    assert n_same == N_TOKENS or gaps[n_same] < 2 * ARCH_TOLERANCE
+    first_small = next((i for i in range(N_TOKENS) if gaps[i] < SMALL_GAP), N_TOKENS)
+    # The step where they part has the same input too.
+    n_compared = min(n_same + 1, N_TOKENS)
+    kl = [kl_nats(here.logits[i], paged.logits[i]) for i in range(n_compared)]
+    difference = float(np.abs(here.logits[:n_compared] - paged.logits[:n_compared]).max())
+    gap = gaps[min(first_small, N_TOKENS - 1)]
+    print(
+        f"x86 and aarch64 agree on {n_same} of {N_TOKENS} tokens; up to there KL <= {max(kl):.4f} nats, logits within"
+    )
+    print(f"{difference:.3f}; the first top-2 gap below {SMALL_GAP} is {gap:.4f}, at token {first_small}")
+    assert n_same >= first_small
+    assert max(kl) < KL_BOUND
+
+
+def kl_nats(a: np.ndarray, b: np.ndarray) -> float:
+    """KL divergence of two rows of logits [n_vocab]."""
+    log_p = a - np.logaddexp.reduce(a.astype(np.float64))
+    log_q = b - np.logaddexp.reduce(b.astype(np.float64))
+    return float((np.exp(log_p) * (log_p - log_q)).sum())
 
 
 def test_the_engines_own_tests_pass_on_aarch64(device: Device, phone: EmulatedPhone) -> None:
