@@ -1,6 +1,6 @@
 # The front door. Every target is one script; the scripts hold the logic and say what they do.
 
-.PHONY: demo test test-all setup native lint docs clean
+.PHONY: demo test test-all setup native android lint docs clean
 
 demo:      ## set up, then the main job end to end on a real small model
 	scripts/demo
@@ -12,6 +12,8 @@ setup:     ## a working environment in .venv
 	scripts/setup
 native:    ## build the engine and install it into toolkit/mkdeploy/_native
 	scripts/build-native release
+android:   ## cross-build the phone's engine: static aarch64 programs (about 10 minutes the first time)
+	scripts/build-android
 lint:      ## ruff, mypy, shellcheck
 	scripts/lint
 docs:      ## regenerate docs/cli.md from the code

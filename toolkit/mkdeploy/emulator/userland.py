@@ -34,7 +34,7 @@ DF = f"""#!/system/bin/sh
 echo "Filesystem     1K-blocks     Used Available Use% Mounted on"
 echo "/dev/block/dm-1 100000000 99999000      1000 100% /data"
 """
-# Android links toybox with BoringSSL, whose SHA-256 uses the processor's instructions; Debian's toybox has plain C, a tenth
+# Android links toybox with BoringSSL, whose SHA-256 uses the processor's instructions; Debian's has plain C, a tenth
 # as fast. openssl stands in for it, in toybox's format.
 SHA256SUM = """#!/system/bin/sh
 set -o pipefail
