@@ -15,10 +15,16 @@ def body(**changes: Any) -> dict[str, Any]:
     valid = {
         **{"schema": 1, "name": "mine", "description": "a phone", "soc": "generic", "ram_bytes": 8 << 30},
         **{"storage": "UFS 3.1", "hot_rate": 0.5, "sources": ["me"], "flash": flash},
+        "phone": PHONE,
     }
     return {key: value for key, value in (valid | changes).items() if value is not ...}
 
 
+PHONE = {
+    **{"manufacturer": "m", "model": "a phone", "device": "d", "android_version": 15, "sdk": 35, "platform": "sun"},
+    **{"hexagon": "", "features": ["asimddp"], "cores": [{"count": 8, "max_mhz": 2000, "part": "0xd05"}]},
+    "thermal": [{"type": "skin", "idle_c": 30}],
+}
 GRID = [(524288, 2), (4096, 1), (4096, 2), (524288, 1)]
 
 
@@ -120,3 +126,19 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(MkdeployError, match="profile "):
         load_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sdk": "x"}, "phone: sdk is 'x'"),
+        ({"cores": []}, r"phone: cores is \[\]"),
+        ({"cores": [{"count": 0, "max_mhz": 1, "part": "0xd05"}]}, r"phone: cores\[0\]: count is 0"),
+        ({"thermal": [{"type": "a b", "idle_c": 1}]}, r"phone: thermal\[0\]: type is 'a b'"),
+        ({"model": "line\nbreak"}, "phone: model is"),
+        ({"colour": "red"}, "phone: 'colour' is no key"),
+    ],
+)
+def test_a_wrong_phone_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(MkdeployError, match=message):
+        load_profile(write(tmp_path, body(phone=PHONE | change)))

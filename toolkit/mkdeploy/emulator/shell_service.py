@@ -48,10 +48,10 @@ class _Run:
     def __init__(self, world: World, stream: MuxStream, command: str, *, is_v2: bool, has_terminal: bool) -> None:
         self._stream, self._is_v2, self._command, self._world = stream, is_v2, command, world
         self._write_lock = threading.Lock()
-        argv = world.shell(command)
+        argv = world.shell(command, has_terminal=has_terminal)
         if has_terminal:
             master, slave = pty.openpty()
-            self._process = subprocess.Popen(argv, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+            self._process = subprocess.Popen(argv, stdin=slave, stdout=slave, stderr=slave)  # setsid
             os.close(slave)
             self._stdin: IO[bytes] = os.fdopen(master, "wb", buffering=0)
             self._outputs: list[tuple[int, IO[bytes]]] = [(STDOUT, os.fdopen(os.dup(master), "rb", buffering=0))]

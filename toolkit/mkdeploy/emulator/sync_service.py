@@ -174,18 +174,20 @@ class _Session:
             fd = os.open(host, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode & 0o777)
         except (OSError, ValueError) as error:
             reason = f"couldn't create file: {getattr(error, 'strerror', None) or error}"
+        is_whole = False
         try:
             reason = self._take_data(fd, reason)
             if fd >= 0 and not reason:
                 os.fchmod(fd, mode & 0o777)
                 os.utime(fd, (self._mtime, self._mtime))
+                is_whole = True
         finally:
             if fd >= 0:
                 os.close(fd)
+                if not is_whole:  # adbd keeps nothing of a file that did not arrive whole
+                    with contextlib.suppress(OSError):
+                        os.unlink(host)
         if reason:
-            if fd >= 0:
-                with contextlib.suppress(OSError):
-                    os.unlink(host)
             self._fail(reason)
             return
         self._stats.add(0, 1)

@@ -42,6 +42,12 @@ case "$1" in -* | "") exec toybox sha256sum "$@" ;; esac
 /system/bin/openssl dgst -sha256 -r "$@" | sed 's/^\\([0-9a-f]*\\) [*]/\\1  /'
 """
 
+# The first process: waits for orphans as they end, and ends itself with its input, the emulator's pipe.
+INIT = """#!/system/bin/sh
+trap : CHLD
+while read -r line; do :; done
+"""
+
 
 def build(root: Path, profile: Profile, *, native: bool) -> None:
     """Fills the root folder; what is in /data and /sdcard stays.
@@ -66,8 +72,10 @@ def build(root: Path, profile: Profile, *, native: bool) -> None:
     (hidden / "meminfo").write_text(meminfo(profile.ram_bytes))
     (hidden / "cpuinfo").write_text(Path("/proc/cpuinfo").read_text() if native else cpuinfo(profile))
     (hidden / "full").unlink(missing_ok=True)
+    (hidden / "init").write_text(INIT)
+    (hidden / "init").chmod(0o755)
     _sensors(root / "sys", profile)
-    for name in ("null", "zero", "random", "urandom"):
+    for name in ("null", "zero", "random", "urandom", "tty"):
         (root / "dev" / name).touch()
 
 

@@ -26,6 +26,7 @@ BINFMT = (
     r":mkdeploy-aarch64:M::\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00"
     r":\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff:%s:F"
 )
+# The kernel's switches are read-only: user 0 of this machine may be user 0 of the phone, and they heed no namespace.
 # Arguments: root, qemu's registration or "", then pairs: a folder of the host, where it is on the phone (read only).
 HOLDER = f"""set -e
 root=$1 binfmt=$2; shift 2
@@ -36,7 +37,12 @@ while [ $# -gt 0 ]; do
 done
 mount -t proc proc "$root/proc"
 for name in {" ".join(userland.KERNEL_FILES)}; do mount --bind "$root/{userland.HIDDEN}/$name" "$root/proc/$name"; done
-for name in null zero random urandom; do mount --bind "/dev/$name" "$root/dev/$name"; done
+for name in null zero random urandom tty; do mount --bind "/dev/$name" "$root/dev/$name"; done
+for name in bus fs irq sys sysrq-trigger; do
+  if [ -e "$root/proc/$name" ]; then
+    mount --bind "$root/proc/$name" "$root/proc/$name"; mount -o remount,bind,ro "$root/proc/$name"
+  fi
+done
 if [ -n "$binfmt" ]; then
   mount -t binfmt_misc binfmt_misc "$root/proc/sys/fs/binfmt_misc"
   printf %s "$binfmt" >"$root/proc/sys/fs/binfmt_misc/register"
@@ -44,7 +50,7 @@ fi
 mkdir -p "$root/{userland.HIDDEN}/old"
 cd "$root"
 pivot_root . {userland.HIDDEN}/old
-exec /system/bin/sh -c 'cd /; umount -l /{userland.HIDDEN}/old && echo ready && exec cat'
+exec /system/bin/sh -c 'cd /; umount -l /{userland.HIDDEN}/old && echo ready && exec /{userland.HIDDEN}/init'
 """
 
 
@@ -105,7 +111,15 @@ class World:
         self._pid = int(children[0])
         self._enter = [
             _program("nsenter", "util-linux"),
-            *("--target", str(self._pid), "--user", "--preserve-credentials", "--mount", "--pid", "--wd=/"),
+            *(
+                "--target",
+                str(self._pid),
+                "--user",
+                "--preserve-credentials",
+                "--mount",
+                "--pid",
+                "--wd",
+            ),  # its folder: `--wd=/` would be this machine's
         ]
 
     def __enter__(self) -> "World":
@@ -119,11 +133,17 @@ class World:
         """The phone's root as this machine sees it, with what is mounted there."""
         return f"/proc/{self._pid}/root"
 
-    def shell(self, command: str) -> list[str]:
-        """What to start on this machine to run a command line in the phone's sh; "": an interactive one."""
+    def shell(self, command: str, *, has_terminal: bool = False) -> list[str]:
+        """What to start on this machine to run a command line in the phone's sh; "": an interactive one.
+
+        Args:
+            command: for `sh -c`.
+            has_terminal: stdin is a terminal, the one that Ctrl-C comes from.
+        """
+        terminal = [_program("setsid", "util-linux"), "--ctty"] if has_terminal else []
         variables = [f"{key}={value}" for key, value in self._env.items()]
         words = ["/system/bin/env", "-i", *variables, "/system/bin/sh", *(["-c", command] if command else [])]
-        return [*self._wrapper, *self._enter, *words]
+        return [*self._wrapper, *terminal, *self._enter, *words]
 
     def run(self, command: str, timeout_s: float = 10.0) -> subprocess.CompletedProcess[bytes]:
         """Runs a command line of the phone to its end."""
@@ -167,17 +187,30 @@ def library_folders(*, native: bool) -> list[Path]:
     return folders
 
 
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()]
+    except (OSError, ValueError):
+        return []
+
+
 def end_group(process: subprocess.Popen[bytes], grace_s: float = 0.5) -> None:
-    """Ends a program and its children as adbd does when its stream closes: SIGHUP, then SIGKILL."""
+    """Ends a program and its children as adbd does when its stream closes: SIGHUP, then SIGKILL.
+
+    Signals go to the phone's process and not to nsenter, which waits for it: else it would stay as a zombie.
+    """
     for number in (signal.SIGHUP, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
+            inner = _children(process.pid)
+            for pid in inner:
+                os.kill(pid, number)
+            if not inner:
+                os.killpg(process.pid, number)
         try:
             process.wait(grace_s)
         except subprocess.TimeoutExpired:
             continue
-        if number == signal.SIGHUP:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # children that ignore SIGHUP
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it had started
         return
     print(f"note: process {process.pid} of the emulated phone does not end", file=sys.stderr)
