@@ -9,6 +9,7 @@ hostile programs in; it is a test phone, not a sandbox.
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -95,6 +96,9 @@ class World:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
         )
         assert self._holder.stdout is not None and self._holder.stderr is not None
+        is_told, _, _ = select.select([self._holder.stdout], [], [], START_TIMEOUT_S)
+        if not is_told:
+            self._holder.kill()
         if self._holder.stdout.readline() != b"ready\n":
             self.close()
             said = self._holder.stderr.read().decode("utf-8", "replace").strip().splitlines()
