@@ -13,10 +13,10 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from mkdeploy.device import shell
-from mkdeploy.device.direct import DirectConnection, UsbPort, connect_tcp
+from mkdeploy.device.direct import DirectConnection, UsbPort, connect_tcp, usb_phones
 from mkdeploy.device.server import AdbServer, ServerPhone, running_server
 from mkdeploy.device.shell import DeviceProcess, ShellResult
 from mkdeploy.device.stream import Connection
@@ -24,6 +24,8 @@ from mkdeploy.device.sync import RemoteEntry, RemoteStat, Sync
 from mkdeploy.errors import MkdeployError, NoPhoneError
 
 __all__ = ["Attached", "Device", "DeviceProcess", "RemoteEntry", "RemoteStat", "ShellResult", "attached", "connect"]
+
+Result = TypeVar("Result")
 
 _HOST_PORT = re.compile(r"(?P<host>[^:/\s]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
 STATES = {
@@ -105,11 +107,11 @@ class Device:
 
     def stat(self, path: str) -> RemoteStat | None:
         """See Sync.stat."""
-        return self._files().stat(path)
+        return self._try(lambda sync: sync.stat(path))
 
     def list_dir(self, path: str) -> list[RemoteEntry]:
         """See Sync.list_dir."""
-        return self._files().list_dir(path)
+        return self._try(lambda sync: sync.list_dir(path))
 
     def send(
         self,
@@ -127,9 +129,9 @@ class Device:
         """See Sync.receive."""
         return self._try(lambda sync: sync.receive(path, target, on_bytes=on_bytes))
 
-    def _try(self, transfer: Callable[[Sync], int]) -> int:
+    def _try(self, use: Callable[[Sync], Result]) -> Result:
         try:
-            return transfer(self._files())
+            return use(self._files())
         except BaseException:  # the stream may stand in the middle of a file: the next one gets its own
             sync, self._sync = self._sync, None
             if sync is not None:
@@ -148,11 +150,7 @@ def attached() -> list[Attached]:
     server = running_server()
     if server is not None:
         return [Attached(p.serial, p.state, str(server.address), p.model) for p in server.phones()]
-    with contextlib.suppress(ImportError, OSError):
-        from adb_shell.transport.usb_transport import UsbTransport
-
-        return [Attached(usb.serial_number, "device", "USB", "") for usb in UsbTransport.find_all_adb_devices()]
-    return []
+    return [Attached(serial, state, "USB", "") for serial, state in usb_phones()]
 
 
 def connect(serial: str | None = None, *, timeout_s: float = 10, say: Callable[[str], None] = _say) -> Device:

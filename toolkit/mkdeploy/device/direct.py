@@ -9,6 +9,8 @@ What it does not do: wireless debugging's pairing and TLS, which the adb server 
 import contextlib
 import os
 import socket
+import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from mkdeploy.errors import MkdeployError, NoPhoneError
 
 FEATURES = ("shell_v2", "cmd", "stat_v2", "ls_v2", "fixed_push_mkdir", "sendrecv_v2")
 ACCEPT_TIMEOUT_S = 60.0  # for a person to find the phone and tap "Allow"
+USB_POLL_S = 1.0  # how soon a read sees that the port was closed
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}  # s, s, times, ms
 
 Say = Callable[[str], None]
 
@@ -29,6 +33,10 @@ class TcpPort:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():  # a phone that left the network ends reads and writes within 30 s
+            if hasattr(socket, name):  # Linux's names
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def set_timeout(self, seconds: float | None) -> None:
         """Of reads and writes during the handshake; afterwards none: streams have their own."""
@@ -73,6 +81,8 @@ class UsbPort:
         try:
             self._usb = UsbTransport.find_adb(serial=serial)
             self._usb.connect(timeout_s)
+            endpoints = list(self._usb._setting.iterEndpoints())
+            self._packet_bytes = max(endpoint.getMaxPacketSize() for endpoint in endpoints)
         except UsbDeviceNotFoundError:
             what = f"no phone '{serial}' is" if serial else "no phone is"
             raise NoPhoneError(
@@ -82,34 +92,64 @@ class UsbPort:
             raise NoPhoneError(f"the phone cannot be opened by USB ({error}); is an adb server using it?") from None
         self._timeout_s: float | None = timeout_s
         self._is_closed = False
+        self._reading, self._writing = threading.Lock(), threading.Lock()
 
     def set_timeout(self, seconds: float | None) -> None:
         """As TcpPort's."""
         self._timeout_s = seconds
 
     def read_exact(self, n_bytes: int) -> Bytes:
-        def read(n: int) -> Bytes:
-            while True:  # a transfer has no overall limit: only the streams know how long silence may last
-                try:
-                    return bytes(self._usb.bulk_read(n, self._timeout_s or 1.0))
-                except Exception as error:
-                    if self._is_closed or self._timeout_s is not None or "TIMEOUT" not in str(error).upper():
-                        raise OSError(str(error)) from None
+        with self._reading:
+            return exactly(self._read_some, n_bytes)
 
-        return exactly(read, n_bytes)
+    def _read_some(self, n_bytes: int) -> Bytes:
+        while not self._is_closed:  # a transfer has no overall limit: only the streams know how long silence may last
+            try:
+                return bytes(self._usb.bulk_read(n_bytes, self._timeout_s or USB_POLL_S))
+            except Exception as error:
+                cause = getattr(error, "usb_error", None)  # every message says "timeout": the kind of error counts
+                if type(cause).__name__ != "USBErrorTimeout":
+                    raise OSError(str(error)) from None
+                if part := getattr(cause, "received", b""):
+                    return bytes(part)
+                if self._timeout_s is not None:
+                    raise TimeoutError(str(error)) from None
+        raise OSError("the connection was closed")
 
     def write(self, header: bytes, payload: Bytes) -> None:
-        try:
-            self._usb.bulk_write(header, 10.0)
-            if payload:
-                self._usb.bulk_write(bytes(payload), 30.0)
-        except Exception as error:
-            raise OSError(str(error)) from None
+        with self._writing:
+            if self._is_closed:
+                raise OSError("the connection was closed")
+            try:
+                self._usb.bulk_write(header, 10.0)
+                if payload:
+                    self._usb.bulk_write(bytes(payload), 30.0)
+                if payload and len(payload) % self._packet_bytes == 0:
+                    self._usb.bulk_write(b"", 10.0)  # ends a transfer of whole packets, as AOSP's usb_linux.cpp does
+            except Exception as error:
+                raise OSError(str(error)) from None
 
     def close(self) -> None:
         self._is_closed = True
-        with contextlib.suppress(Exception):
+        with self._reading, self._writing, contextlib.suppress(Exception):  # libusb: no close during a transfer
             self._usb.close()
+
+
+def usb_phones() -> list[tuple[str, str]]:
+    """Serial and state of the phones at USB; none where libusb cannot be used."""
+    try:
+        from adb_shell.transport.usb_transport import UsbTransport
+
+        found = list(UsbTransport.find_all_adb_devices())
+    except Exception:  # no libusb, or one of libusb's own kinds
+        return []
+    phones = []
+    for usb in found:
+        try:
+            phones.append((str(usb.serial_number), "device"))
+        except Exception:  # its serial is read by opening it
+            phones.append((f"usb:{'-'.join(map(str, usb.port_path))}", "no permissions"))
+    return phones
 
 
 def key_paths() -> list[Path]:
@@ -134,8 +174,12 @@ def signers(say: Say) -> list[object]:
         try:
             if not path.exists():
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                keygen(str(path))
-                path.chmod(0o600)
+                with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # mode 0700: nobody reads it before 0600
+                    made = Path(folder) / path.name
+                    keygen(str(made))
+                    made.chmod(0o600)
+                    made.with_name(made.name + ".pub").replace(path.with_name(path.name + ".pub"))
+                    made.replace(path)
                 say(f"made a new adb key, {path}: the phone will ask whether to allow it")
             public = path.with_name(path.name + ".pub")
             if not public.exists():

@@ -1,20 +1,25 @@
 """A connection to a phone through a running adb server, by adbutils.
 
 Job: list the server's phones and open services on one. Choice: the server is never started by us (USB belongs to
-whoever the user chose), so its port is tried first: adbutils would run `adb start-server`. What it does not do: USB.
+whoever the user chose): adbutils would run `adb start-server` whenever it finds none, so `_dial` takes that step out.
+What it does not do: USB.
 """
 
 import contextlib
 import os
+import re
 import socket
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 from mkdeploy.device.direct import is_adb_server
 from mkdeploy.device.stream import IDLE_TIMEOUT_S, Bytes, StreamError
 from mkdeploy.errors import NoPhoneError, UsageError
 
 DEFAULT_PORT = 5037
+ANSWER_TIMEOUT_S = 10.0
+_PHONE = re.compile(r"(?P<serial>.+?)\s+(?P<state>no permissions|\S+)(?P<rest>.*)")
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,16 @@ class ServerPhone:
     model: str
 
 
+def parse_phones(text: str) -> list[ServerPhone]:
+    """Reads the lines of `adb devices -l`."""
+    found = []
+    for line in text.splitlines():
+        if match := _PHONE.fullmatch(line.strip()):
+            pairs = dict(word.split(":", 1) for word in match["rest"].split() if ":" in word)
+            found.append(ServerPhone(match["serial"], match["state"], pairs.get("model", "").replace("_", " ")))
+    return found
+
+
 class AdbServer:
     """A running adb server.
 
@@ -64,10 +79,19 @@ class AdbServer:
     """
 
     def __init__(self, address: ServerAddress) -> None:
+        self.address = address
+
+    def _dial(self, timeout_s: float) -> Any:
+        """An adbutils connection to the server that runs; never to one that adbutils starts."""
         import adbutils
 
-        self.address = address
-        self._client = adbutils.AdbClient(host=address.host, port=address.port)
+        class Existing(adbutils.AdbConnection):  # type: ignore[misc]  # adbutils has no types
+            def _safe_connect(self) -> Any:  # adbutils' own starts a server
+                return self._create_socket()
+
+        connection = Existing(self.address.host, self.address.port)
+        connection.conn.settimeout(timeout_s)
+        return connection
 
     def phones(self) -> list[ServerPhone]:
         """What it has, in any state.
@@ -75,21 +99,13 @@ class AdbServer:
         Raises:
             NoPhoneError: the server does not answer.
         """
-        text = self._ask("host:devices-l")
-        found = []
-        for line in text.splitlines():
-            serial, _, rest = line.partition(" ")
-            words = rest.split()
-            if serial and words:
-                pairs = dict(word.split(":", 1) for word in words[1:] if ":" in word)
-                found.append(ServerPhone(serial.strip(), words[0], pairs.get("model", "").replace("_", " ")))
-        return found
+        return parse_phones(self._ask("host:devices-l"))
 
     def _ask(self, request: str) -> str:
         import adbutils
 
         try:
-            connection = self._client.make_connection(timeout=10.0)
+            connection = self._dial(ANSWER_TIMEOUT_S)
             with contextlib.closing(connection):
                 connection.send_command(request)
                 connection.check_okay()
@@ -112,7 +128,7 @@ class AdbServer:
 
         connection = None
         try:
-            connection = self._client.make_connection(timeout=IDLE_TIMEOUT_S)
+            connection = self._dial(IDLE_TIMEOUT_S)
             connection.send_command(f"host:transport:{serial}")
             connection.check_okay()
             connection.send_command(service)
@@ -162,6 +178,8 @@ class ServerStream:
     def read(self, n_bytes: int, timeout_s: float | None = IDLE_TIMEOUT_S) -> bytes:
         """See Stream.read."""
         try:
+            if timeout_s == 0:
+                return self._socket.recv(n_bytes, socket.MSG_DONTWAIT)  # SO_RCVTIMEO takes 0 for "for ever"
             self._set_timeout(socket.SO_RCVTIMEO, timeout_s)
             return self._socket.recv(n_bytes)
         except BlockingIOError:

@@ -25,6 +25,7 @@ STDIN, STDOUT, STDERR, EXIT, CLOSE_STDIN = range(5)
 PACKET = struct.Struct("<BI")
 STDERR_LINES = 40
 EXIT_WAIT_S = 10.0
+START_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,8 @@ class DeviceProcess:
         self._stderr_rest = b""
         self._exit_code: int | None = None
         self._lost = ""
+        self._kill_deadline: float | None = None
+        self._signals: list[threading.Thread] = []
         self._write_lock = threading.Lock()
         variables = "".join(f"{key}={shlex.quote(value)} " for key, value in (env or {}).items())
         start = f"echo $$; {variables}exec {shlex.join(command)}"
@@ -148,11 +151,26 @@ class DeviceProcess:
             self._stream: Stream = connection.open(service)
         except StreamError as error:
             raise NoPhoneError(f"{name}: {error}; is it still attached? (mkdeploy devices)") from None
+        try:
+            self.pid = self._read_pid(command[0])
+        except BaseException:
+            self._stream.close()
+            raise
+
+    def _read_pid(self, program: str) -> int:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while b"\n" not in self._lines:
+            try:
+                more = self._read_more(max(deadline - time.monotonic(), 0.001))
+            except TimeoutError:
+                raise MkdeployError(f"{self._name}: {program} did not start within {START_TIMEOUT_S:g} s") from None
+            if not more:
+                break
         first = self.read_line().strip()
         if not first.isdigit():
-            tail = " ".join(self._stderr)
-            raise MkdeployError(f"{name}: {command[0]} cannot be started: {tail or first.decode('utf-8', 'replace')}")
-        self.pid = int(first)
+            said = " ".join(self.stderr_tail()) or first.decode("utf-8", "replace")
+            raise MkdeployError(f"{self._name}: {program} cannot be started: {said}")
+        return int(first)
 
     def read_line(self) -> bytes:
         """See Transport.read_line.
@@ -165,26 +183,23 @@ class DeviceProcess:
             if end >= 0:
                 line = bytes(self._lines[: end + 1])
                 del self._lines[: end + 1]
-                if not self._has_v2 and line.startswith(self._marker.encode()):
-                    self._exit_code = int(line.rpartition(b":")[2])
-                    return b""
-                return line
+                return line if self._has_v2 else self._without_marker(line)
             if not self._read_more():
                 line = bytes(self._lines)
                 self._lines.clear()
                 return line
 
-    def _read_more(self) -> bool:
-        """Reads one packet; False: the program has ended."""
+    def _read_more(self, timeout_s: float | None = None) -> bool:
+        """Reads one packet; False: the program has ended. A timeout within a packet leaves the stream unusable."""
         if self._exit_code is not None:
             return False
         try:
             if not self._has_v2:
-                data = self._stream.read(65536, None)
+                data = self._stream.read(65536, timeout_s)
                 self._lines += data
                 return bool(data)
-            kind, n_bytes = PACKET.unpack(exactly(self._read_blocking, PACKET.size))
-            data = bytes(exactly(self._read_blocking, n_bytes))
+            kind, n_bytes = PACKET.unpack(exactly(lambda n: self._stream.read(n, timeout_s), PACKET.size))
+            data = bytes(exactly(lambda n: self._stream.read(n, timeout_s), n_bytes))
         except StreamError as error:
             self._lost = str(error)
             raise NoPhoneError(f"{self._name} disconnected while the engine ran: {error}") from None
@@ -197,9 +212,6 @@ class DeviceProcess:
             self._exit_code = data[0] if data else 255
             return False
         return True
-
-    def _read_blocking(self, n_bytes: int) -> bytes:
-        return self._stream.read(n_bytes, None)
 
     def write(self, data: bytes) -> None:
         """See Transport.write."""
@@ -216,24 +228,44 @@ class DeviceProcess:
             self._stream.write(pack(CLOSE_STDIN, b"") if self._has_v2 else b"\n")
 
     def _signal(self, name: str) -> None:
-        with contextlib.suppress(MkdeployError):
-            run(self._connection, ["kill", f"-{name}", str(self.pid)], name=self._name, timeout_s=EXIT_WAIT_S)
+        """Sends a signal from a thread of its own: callers are signal handlers, which interrupt the owner of a lock."""
+
+        def send() -> None:
+            with contextlib.suppress(MkdeployError):
+                run(self._connection, ["kill", f"-{name}", str(self.pid)], name=self._name, timeout_s=EXIT_WAIT_S)
+
+        thread = threading.Thread(target=send, name=f"kill-{name}", daemon=True)
+        self._signals.append(thread)
+        thread.start()
 
     def interrupt(self) -> None:
-        """See Transport.interrupt."""
+        """See Transport.interrupt. Safe in a signal handler."""
         self._signal("INT")
 
     def kill(self) -> None:
         """See Transport.kill."""
         if self._exit_code is None and not self._lost:
+            self._kill_deadline = time.monotonic() + 2 * EXIT_WAIT_S
             self._signal("KILL")
 
     def wait(self, timeout_s: float | None) -> int:
-        """See Transport.wait; output that nobody read is dropped."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while self._exit_code is None and not self._lost:
-            if not self._wait_packet(deadline):
-                break
+        """See Transport.wait; output that nobody read is dropped.
+
+        Raises:
+            NoPhoneError: it was killed and the phone does not report its end.
+        """
+        deadline = self._kill_deadline if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while self._exit_code is None and not self._lost:
+                if not self._wait_packet(deadline):
+                    break
+        except TimeoutError:
+            if timeout_s is not None:
+                raise
+            self._lost = "no end was reported"
+            raise NoPhoneError(
+                f"{self._name} does not report the end of process {self.pid}, which was killed"
+            ) from None
         if self._exit_code is not None:
             return self._exit_code
         return 255
@@ -264,6 +296,14 @@ class DeviceProcess:
 
     _waiter: tuple[threading.Thread, threading.Event, list[bool]] | None = None
 
+    def _without_marker(self, line: bytes) -> bytes:
+        """A line without shell v2: the last one carries the status, behind what the program left without a newline."""
+        text, found, status = line.rpartition(self._marker.encode())
+        if not found or not status.strip().isdigit():
+            return line
+        self._exit_code = int(status)
+        return text
+
     def _check_marker(self) -> None:
         if not self._has_v2:
             _, found, status = bytes(self._lines).rpartition(self._marker.encode())
@@ -277,4 +317,6 @@ class DeviceProcess:
 
     def close(self) -> None:
         """Ends the stream; a program that still runs is ended by the phone."""
+        for thread in self._signals:
+            thread.join(EXIT_WAIT_S)
         self._stream.close()

@@ -23,7 +23,7 @@ class Stream(Protocol):
         """Up to n_bytes, at least one; empty when the other side has closed.
 
         Raises:
-            TimeoutError: nothing came for timeout_s (None: waits for ever).
+            TimeoutError: nothing came for timeout_s (None: waits for ever; 0: only what is there already).
             StreamError: the connection is gone.
         """
 

@@ -21,6 +21,7 @@ from mkdeploy.errors import MkdeployError, NoPhoneError
 CHUNK_BYTES = 64 * 1024
 BATCH_CHUNKS = 15  # with their headers below adb's largest payload of 1 MiB
 MAX_PATH_BYTES = 1024  # adbd's
+QUIT_TIMEOUT_S = 1.0  # a courtesy: a phone that does not take it loses the stream anyway
 
 WORD = struct.Struct("<I")
 REQUEST = struct.Struct("<4sI")
@@ -68,6 +69,7 @@ class Sync:
 
     def __init__(self, connection: Connection, name: str) -> None:
         self._name, self._features = name, connection.features
+        self._early = b""  # of an answer that came while a file was sent
         try:
             self._stream: Stream = connection.open("sync:")
         except StreamError as error:
@@ -76,7 +78,7 @@ class Sync:
     def close(self) -> None:
         """Ends the service."""
         try:
-            self._stream.write(REQUEST.pack(b"QUIT", 0))
+            self._stream.write(REQUEST.pack(b"QUIT", 0), QUIT_TIMEOUT_S)
         except (StreamError, TimeoutError):
             pass
         self._stream.close()
@@ -191,6 +193,12 @@ class Sync:
                     on_bytes(n_payload)
             if at < len(batch):
                 return n_total
+            try:  # a phone that refuses says so at once, and then takes the rest only to drop it
+                self._early = self._stream.read(4, 0)
+            except TimeoutError:
+                continue
+            self._expect(b"OKAY")
+            raise StreamError("the phone accepted the file before its end")
 
     def receive(self, path: str, target: BinaryIO, *, on_bytes: OnBytes | None = None) -> int:
         """Reads a file into `target`; the number of its bytes.
@@ -237,7 +245,13 @@ class Sync:
         return MkdeployError(f"{self._name}: {path}: {reason}")
 
     def _read(self, n_bytes: int) -> bytearray:
-        return exactly(self._stream.read, n_bytes)
+        return exactly(self._read_some, n_bytes)
+
+    def _read_some(self, n_bytes: int) -> bytes:
+        if not self._early:
+            return self._stream.read(n_bytes)
+        early, self._early = self._early[:n_bytes], self._early[n_bytes:]
+        return early
 
 
 class _Told:
