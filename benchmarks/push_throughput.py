@@ -43,13 +43,13 @@ def make_package(folder: Path, layers: int) -> Path:
 
 def measure(package: Path, reps: int, scratch: Path) -> dict[str, Any]:
     """Pushes in turn, ABBA; the first pair warms up and is not counted."""
-    from tests.emulation.phones import Adb, free_port
+    from tests.emulation.phones import Adb
 
     n_bytes = sum(path.stat().st_size for path in package.iterdir())
     ours, theirs = [], []
     with EmulatedPhone(native=True) as phone:
-        os.environ["ANDROID_ADB_SERVER_PORT"] = str(free_port())
-        adb = Adb(int(os.environ["ANDROID_ADB_SERVER_PORT"]), scratch)
+        adb = Adb(scratch)
+        os.environ["ANDROID_ADB_SERVER_PORT"] = str(adb.port)
         adb.ok("start-server")
 
         def by_us() -> float:

@@ -51,8 +51,7 @@ def device(phone: EmulatedPhone) -> Iterator[Device]:
 def adb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Adb]:
     if shutil.which("adb") is None:
         pytest.skip("Debian's adb is not installed; scripts/setup installs it where it may")
-    port = free_port()
-    monkeypatch.setenv("ANDROID_ADB_SERVER_PORT", str(port))
-    client = Adb(port, tmp_path)
+    client = Adb(tmp_path)
+    monkeypatch.setenv("ANDROID_ADB_SERVER_PORT", str(client.port))
     yield client
     client("kill-server")

@@ -10,7 +10,7 @@ import pytest
 
 from mkdeploy.device import wire
 from mkdeploy.device.adb import Device, attached, connect
-from mkdeploy.device.sync import CHUNK_BYTES, Sync
+from mkdeploy.device.sync import CHUNK_BYTES
 from mkdeploy.emulator.phone import EmulatedPhone
 from mkdeploy.errors import MkdeployError, NoPhoneError
 from tests.emulation.phones import Adb, emulated
@@ -137,7 +137,7 @@ def test_process_that_does_not_exist(device: Device) -> None:
 def test_closing_ends_what_runs_on_the_phone(phone: EmulatedPhone) -> None:
     with connect(phone.serial) as device:
         process = device.popen(["sleep", "1234"])
-        assert "1234" in device.shell("pgrep -af sleep").text or device.shell("ps -A").text.count("sleep") == 1
+        assert device.shell("ps -A").text.count("sleep") == 1
         process.close()
         deadline = time.monotonic() + 5
         while device.shell("ps -A").text.count("sleep") and time.monotonic() < deadline:
@@ -262,9 +262,3 @@ def test_disconnect_ends_every_wait(phone: EmulatedPhone) -> None:
 def test_a_path_that_is_too_long(device: Device) -> None:
     with pytest.raises(MkdeployError, match=r"adb takes at most 1024"):
         device.stat("/data/local/tmp/" + "x" * 2000)
-
-
-def test_sync_is_left_in_order(device: Device) -> None:
-    sync = Sync(device._connection, device.serial)
-    assert sync.stat("/data/local/tmp") is not None
-    sync.close()

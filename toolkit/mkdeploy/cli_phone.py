@@ -50,7 +50,7 @@ def doctor(
     from mkdeploy.device import doctor as doctor_module
     from mkdeploy.iobench import render
 
-    diagnosis = doctor_module.doctor(serial, flash=flash, say=lambda line: print(line, file=sys.stderr))
+    diagnosis = doctor_module.doctor(serial, flash=flash)
     if as_json:
         print_json(diagnosis.to_dict())
     else:

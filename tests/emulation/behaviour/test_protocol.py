@@ -7,6 +7,7 @@ import io
 import socket
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,21 @@ def test_adb_shell_pushes_and_pulls(adb_shell, phone: EmulatedPhone, tmp_path: P
     adb_shell.pull(f"{TMP}/by-adb-shell", str(tmp_path / "back"))
     assert (tmp_path / "back").read_bytes() == data
     assert b"by-adb-shell" in {bytes(entry.filename) for entry in adb_shell.list(TMP)}
+
+
+def test_adb_shell_signs(make_phone: Callable[..., EmulatedPhone], tmp_path: Path) -> None:
+    from adb_shell.auth.keygen import keygen
+    from adb_shell.auth.sign_pythonrsa import PythonRSASigner
+
+    keygen(str(tmp_path / "key"))
+    signer = PythonRSASigner((tmp_path / "key.pub").read_text(), (tmp_path / "key").read_text())
+    phone = make_phone(require_auth=True)
+    for faults in ((), ("auth-refused",)):  # first the key is new, then a signature must do
+        phone.set_faults(faults)
+        client = AdbDeviceTcp("127.0.0.1", port_of(phone), default_transport_timeout_s=9.0)
+        assert client.connect(rsa_keys=[signer], auth_timeout_s=5.0)
+        assert client.shell("echo in").strip() == "in"
+        client.close()
 
 
 class RawClient:

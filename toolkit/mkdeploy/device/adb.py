@@ -50,7 +50,8 @@ class Attached:
     model: str
 
 
-def _say(line: str) -> None:
+def say_on_stderr(line: str) -> None:
+    """A line for the person at this computer."""
     print(line, file=sys.stderr)
 
 
@@ -153,7 +154,7 @@ def attached() -> list[Attached]:
     return [Attached(serial, state, "USB", "") for serial, state in usb_phones()]
 
 
-def connect(serial: str | None = None, *, timeout_s: float = 10, say: Callable[[str], None] = _say) -> Device:
+def connect(serial: str | None = None, *, timeout_s: float = 10, say: Callable[[str], None] = say_on_stderr) -> Device:
     """Opens a phone.
 
     Args:

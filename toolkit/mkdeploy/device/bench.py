@@ -5,7 +5,6 @@ Job: open the phone, measure there with a pacer, keep everything in a run file. 
 """
 
 import contextlib
-import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from mkdeploy.bench.options import BenchOptions, combinations
 from mkdeploy.bench.pacing import DEFAULT_TIMEOUT_S, CoolingPacer
 from mkdeploy.bench.record import Record
 from mkdeploy.bench.run_file import FOLDER, RunFile, run_file_name
+from mkdeploy.device.adb import say_on_stderr
 from mkdeploy.device.phone import read_state
 from mkdeploy.device.place import open_phone
 from mkdeploy.errors import MkdeployError
@@ -43,14 +43,11 @@ def bench_on_phone(
         MkdeployError: as `bench`.
     """
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr)
-
     started = datetime.now().astimezone()
-    with open_phone(serial, say) as place:
+    with open_phone(serial) as place:
         n_rows = len(combinations(options)) * len(options.tests)
         pacer = CoolingPacer(
-            lambda: read_state(place.device).to_dict(), cool_to_c=cool_to_c, timeout_s=cool_timeout_s, say=say
+            lambda: read_state(place.device).to_dict(), cool_to_c=cool_to_c, timeout_s=cool_timeout_s, say=say_on_stderr
         )
         path = save or FOLDER / run_file_name(started, place.phone_model)
         run = RunFile(path, place.info.to_dict(), started, n_rows)
@@ -61,8 +58,8 @@ def bench_on_phone(
         except BaseException as error:
             with contextlib.suppress(MkdeployError):
                 run.write("interrupted" if isinstance(error, KeyboardInterrupt) else str(error))
-                say(f"what was measured is in {path}")
+                say_on_stderr(f"what was measured is in {path}")
             raise
         run.write()
-        say(f"the record is in {path}")
+        say_on_stderr(f"the record is in {path}")
         return rows

@@ -5,6 +5,7 @@ asked is asked, whatever failed before; only a lost phone ends it. What it does 
 sent, if it is not there: without it half of the questions have no answer).
 """
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -13,7 +14,7 @@ from typing import Any, Literal
 import rich.table
 
 from mkdeploy.device import parse
-from mkdeploy.device.adb import attached
+from mkdeploy.device.adb import attached, say_on_stderr
 from mkdeploy.device.phone import WORK_ROOT, read_state
 from mkdeploy.device.place import PhonePlace, host_hello, open_phone
 from mkdeploy.device.server import running_server
@@ -214,7 +215,7 @@ def doctor(
     *,
     flash: bool = True,
     n_bytes: int = CURVE_BYTES,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = say_on_stderr,
 ) -> Diagnosis:
     """Looks at everything.
 
@@ -230,8 +231,6 @@ def doctor(
     findings = list(_host())
     rows: list[IobenchRow] = []
     if serial is None:
-        import os
-
         phones = attached()
         if not phones and not os.environ.get("ANDROID_SERIAL"):
             findings.append(

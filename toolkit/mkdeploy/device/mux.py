@@ -11,7 +11,6 @@ Threads: any thread may open, read, write and close; one reads and one writes a 
 
 import itertools
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -222,16 +221,9 @@ class Mux:
         if threading.current_thread() is not self._reader and self._reader.is_alive():
             self._reader.join(IDLE_TIMEOUT_S)
 
-    @property
-    def ended(self) -> str:
-        """Why the connection is gone; empty while it is not."""
-        return self._ended
-
-    def wait(self, timeout_s: float | None = None) -> bool:
+    def wait(self) -> None:
         """Waits for the end of the connection."""
-        began = time.monotonic()
-        self._reader.join(timeout_s)
-        return bool(self._ended) or (timeout_s is not None and time.monotonic() - began < timeout_s)
+        self._reader.join()
 
     def _finish(self, why: str) -> None:
         with self._lock:

@@ -6,15 +6,16 @@ toolkit's is refused. What it does not do: choose the phone (adb.py) or the vari
 """
 
 import contextlib
+import functools
 import secrets
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mkdeploy.device.adb import Device, connect
+from mkdeploy.device.adb import Device, connect, say_on_stderr
 from mkdeploy.device.binary import Binary, find_binary
 from mkdeploy.device.phone import WORK_ROOT, PhoneInfo, read_info
-from mkdeploy.device.push import push, push_file
+from mkdeploy.device.push import push, push_binary, push_file
 from mkdeploy.engine.events import Hello, parse_event
 from mkdeploy.engine.place import OnNote
 from mkdeploy.engine.process import Engine
@@ -92,13 +93,7 @@ class PhonePlace:
     def program(self) -> str:
         """mkd-run's path on the phone; sent if it is not there."""
         if not self._program:
-            on_phone = self.binary.on_phone
-            folder, _, name = on_phone.rpartition("/")
-            stat = self.device.stat(on_phone)
-            if stat is None or stat.size_bytes != self.binary.path.stat().st_size:
-                sent = push_file(self.binary.path, self.device, folder, mode=0o755)
-                self.device.shell(["mv", "-f", sent, f"{folder}/{name}"], check=True)
-            self._program = on_phone
+            self._program = push_binary(self.binary, self.device)
         return self._program
 
     def start(
@@ -138,38 +133,28 @@ class PhonePlace:
         self.device.close()
 
 
-_host_hello: list[Hello] = []
-
-
+@functools.cache
 def host_hello() -> Hello:
     """What this machine's own engine says of itself.
 
     Raises:
         MkdeployError: it does not run.
     """
-    if not _host_hello:
-        run = subprocess.run([str(mkd_run_path()), "info"], capture_output=True, timeout=30)
-        event = parse_event(run.stdout.partition(b"\n")[0] + b"\n") if run.stdout else None
-        if not isinstance(event, Hello):
-            raise MkdeployError(f"{mkd_run_path()} does not run; build it again with `make native`")
-        _host_hello.append(event)
-    return _host_hello[0]
+    run = subprocess.run([str(mkd_run_path()), "info"], capture_output=True, timeout=30)
+    event = parse_event(run.stdout.partition(b"\n")[0] + b"\n") if run.stdout else None
+    if not isinstance(event, Hello):
+        raise MkdeployError(f"{mkd_run_path()} does not run; build it again with `make native`")
+    return event
 
 
 @contextlib.contextmanager
-def open_phone(serial: str | None, say: OnNote | None = None) -> Iterator[PhonePlace]:
+def open_phone(serial: str | None, say: OnNote = say_on_stderr) -> Iterator[PhonePlace]:
     """Connects to a phone, says by which way, and disconnects at the end.
 
     Raises:
         NoPhoneError: none, or not usable.
         MkdeployError: no engine that we build runs there.
     """
-    import sys
-
-    def to_stderr(line: str) -> None:
-        print(line, file=sys.stderr)
-
-    say = say or to_stderr
     device = connect(serial)
     try:
         place = PhonePlace(device, say)

@@ -7,9 +7,10 @@ could be run; the next push keeps every whole file of it. What it does not do: s
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 from mkdeploy.device import parse
 from mkdeploy.device.adb import Device, RemoteStat
-from mkdeploy.device.binary import BIN_DIR, HASH_DIGITS, Binary
+from mkdeploy.device.binary import BIN_DIR, Binary
 from mkdeploy.device.phone import WORK_ROOT
 from mkdeploy.errors import MkdeployError, NoPhoneError, UsageError
 from mkdeploy.package.verify import open_package
@@ -90,10 +91,10 @@ def package_files(package: Path) -> list[PushFile]:
     return [*files, _hashed(package / MANIFEST)]
 
 
-def _hashed(path: Path, mode: int = 0o644, name: str | None = None) -> PushFile:
+def _hashed(path: Path) -> PushFile:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return PushFile(name or path.name, path, path.stat().st_size, digest, mode)
+    return PushFile(path.name, path, path.stat().st_size, digest)
 
 
 def folder_name(package: Path) -> str:
@@ -155,20 +156,32 @@ def push(
     folder = f"{to.rstrip('/')}/{folder_name(package)}"
     work = _Push(device, progress or NullProgress(), PushResult(folder, device.via, dry_run), force=force)
     if binary is not None:
-        name = binary.on_phone.rpartition("/")[2]
-        program = PushFile(name, binary.path, binary.path.stat().st_size, binary.sha256, 0o755)
-        others = lambda other: other.startswith("mkd-run-") and len(other) > len("mkd-run-") + HASH_DIGITS  # noqa: E731
-        work.plan(BIN_DIR, [program], prune=prune, may_prune=others)
-    work.plan(folder, package_files(package), prune=prune, may_prune=lambda name: True)
+        work.plan(BIN_DIR, [_program(binary)], prunes="mkd-run-" if prune else None)
+    work.plan(folder, package_files(package), prunes="" if prune else None)
     return work.carry_out()
 
 
 def push_file(source: Path, device: Device, folder: str, *, mode: int = 0o644, progress: Progress | None = None) -> str:
     """Makes the phone have one file; its path there. Raises as `push`."""
-    work = _Push(device, progress or NullProgress(), PushResult(folder, device.via), force=False)
-    work.plan(folder, [_hashed(source, mode)], prune=False, may_prune=lambda name: False)
-    work.carry_out()
+    _push_one(device, folder, dataclasses.replace(_hashed(source), mode=mode), progress)
     return f"{folder}/{source.name}"
+
+
+def push_binary(binary: Binary, device: Device) -> str:
+    """Makes the phone have this mkd-run; its path there. Raises as `push`."""
+    _push_one(device, BIN_DIR, _program(binary), None)
+    return binary.on_phone
+
+
+def _program(binary: Binary) -> PushFile:
+    name = binary.on_phone.rpartition("/")[2]
+    return PushFile(name, binary.path, binary.path.stat().st_size, binary.sha256, 0o755)
+
+
+def _push_one(device: Device, folder: str, file: PushFile, progress: Progress | None) -> None:
+    work = _Push(device, progress or NullProgress(), PushResult(folder, device.via), force=False)
+    work.plan(folder, [file])
+    work.carry_out()
 
 
 @dataclass(frozen=True)
@@ -188,8 +201,8 @@ class _Push:
 
     # ---------------------------------------------------------------- what differs
 
-    def plan(self, folder: str, files: Sequence[PushFile], *, prune: bool, may_prune: Callable[[str], bool]) -> None:
-        """Compares a folder with what it must hold."""
+    def plan(self, folder: str, files: Sequence[PushFile], *, prunes: str | None = None) -> None:
+        """Compares a folder with what it must hold; other names that begin with `prunes` will go (None: none)."""
         there = {entry.name: entry.stat for entry in self._device.list_dir(folder)}
         same = self._same(folder, files, there)
         if len(same) < len(files):
@@ -198,7 +211,7 @@ class _Push:
             if file.name in same:
                 self._result.add(file.name, file.n_bytes, "skipped")
         names = {file.name for file in files}
-        remove = sorted(name for name in there if prune and name not in names and may_prune(name))
+        remove = [] if prunes is None else sorted(n for n in there if n not in names and n.startswith(prunes))
         send = [file for file in files if file.name not in same]
         self._steps.append(_Step(folder, send, remove, MANIFEST in there))
 
@@ -247,11 +260,8 @@ class _Push:
             make = ["mkdir", "-p", step.folder]
             forget = ["rm", "-f", f"{step.folder}/{MANIFEST}"] if step.has_manifest else ["true"]
             self._device.shell(f"{shlex.join(make)} && {shlex.join(forget)}", check=True)
-        *others, last = [None, *step.send]
         pending: list[tuple[PushFile, Future[str]]] = []
-        for file in (*others, last):
-            if file is None:
-                continue
+        for file in step.send:
             if file.name == MANIFEST:
                 self._settle(step, pending, keep=0)
             self._send(step.folder, file)

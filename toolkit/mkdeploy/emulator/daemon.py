@@ -23,7 +23,7 @@ from mkdeploy.emulator.faults import Faults
 from mkdeploy.errors import MkdeployError
 
 LOOPBACK = "127.0.0.1"
-FEATURES = ("shell_v2", "cmd", "stat_v2", "ls_v2", "fixed_push_mkdir", "sendrecv_v2")
+FEATURES = ("shell_v2", "stat_v2", "ls_v2", "fixed_push_mkdir", "sendrecv_v2")
 HANDSHAKE_TIMEOUT_S = 60.0
 MODULUS_BYTES = 256
 

@@ -5,9 +5,12 @@ Job: start all parts in order and end them in reverse. Used by `mkdeploy emulate
 
 import contextlib
 import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mkdeploy.bench.memcap import memory_cap
@@ -134,7 +137,7 @@ class EmulatedPhone:
 
 
 @contextlib.contextmanager
-def _root(root: Path | None):  # type: ignore[no-untyped-def]  # a generator of Path
+def _root(root: Path | None) -> Iterator[Path]:
     if root is None:
         folder = Path(tempfile.mkdtemp(prefix="mkdeploy-phone-"))
         try:
@@ -168,10 +171,6 @@ def emulate(
     Raises:
         As EmulatedPhone.
     """
-    import signal
-    import threading
-    import time
-
     stop = threading.Event()
     previous = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -7,6 +7,7 @@ under /data. What it does not do: run anything (world.py).
 
 import os
 import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -85,11 +86,8 @@ def _programs(folder: Path) -> None:
         if found is None:
             raise NoPhoneError(f"the emulated phone needs {name}, Android's own userland: apt-get install {package}")
         shutil.copy2(found, folder / name)
-    import subprocess
-
-    for path in subprocess.run(
-        [str(folder / "toybox"), "--long"], capture_output=True, text=True, timeout=10
-    ).stdout.split():
+    listing = subprocess.run([str(folder / "toybox"), "--long"], capture_output=True, text=True, timeout=10)
+    for path in listing.stdout.split():
         link = folder / Path(path).name
         if not link.exists() and not link.is_symlink():
             link.symlink_to("toybox")

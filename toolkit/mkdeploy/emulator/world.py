@@ -102,29 +102,17 @@ class World:
         if self._holder.stdout.readline() != b"ready\n":
             self.close()
             said = self._holder.stderr.read().decode("utf-8", "replace").strip().splitlines()
-            hint = (
-                ""
-                if native or not said or "binfmt" not in said[-1]
-                else "; use --native: this kernel cannot run aarch64"
-            )
+            reason = said[-1] if said else "no reason given"
+            hint = "; use --native: this kernel cannot run aarch64" if "binfmt" in reason else ""
             raise NoPhoneError(
                 "the emulated phone needs user, mount and process namespaces, which this system refuses"
-                f" ({said[-1] if said else 'no reason given'}){hint}"
+                f" ({reason}){hint}"
             )
         children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").read_text().split()
         self._pid = int(children[0])
-        self._enter = [
-            _program("nsenter", "util-linux"),
-            *(
-                "--target",
-                str(self._pid),
-                "--user",
-                "--preserve-credentials",
-                "--mount",
-                "--pid",
-                "--wd",
-            ),  # its folder: `--wd=/` would be this machine's
-        ]
+        nsenter = [_program("nsenter", "util-linux"), "--target", str(self._pid)]
+        # --wd: the holder's folder, the phone's root; `--wd=/` would be this machine's.
+        self._enter = [*nsenter, "--user", "--preserve-credentials", "--mount", "--pid", "--wd"]
 
     def __enter__(self) -> "World":
         return self
