@@ -4,6 +4,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "ggml-cpu.h"
+#include "ggml-impl.h"
 
 #include <algorithm>
 #include <cstring>
@@ -12,182 +13,84 @@ namespace mkd {
 
 namespace {
 
-constexpr size_t kMaxInnerNodes = 8;
+constexpr size_t kFewRows = 64; // a step may have that many rows even where the batch has fewer tokens
 
-// The CPU device's function of this name, since which library holds it differs between builds.
-void * cpu_proc(ggml_backend_t cpu, const char * name) {
-    return ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(ggml_backend_get_device(cpu)), name);
-}
-
-void set_strides(ggml_tensor & tensor) {
-    tensor.nb[0] = ggml_type_size(tensor.type);
-    tensor.nb[1] = ggml_row_size(tensor.type, tensor.ne[0]);
-    tensor.nb[2] = tensor.nb[1] * (size_t) tensor.ne[1];
-    tensor.nb[3] = tensor.nb[2] * (size_t) tensor.ne[2];
-}
-
-ggml_tensor make_tensor(ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2, void * data) {
-    ggml_tensor tensor{};
-    tensor.type  = type;
-    tensor.ne[0] = ne0;
-    tensor.ne[1] = ne1;
-    tensor.ne[2] = ne2;
-    tensor.ne[3] = 1;
-    tensor.data  = data;
-    set_strides(tensor);
-    return tensor;
-}
-
-bool is_view(ggml_op op) {
-    return op == GGML_OP_NONE || op == GGML_OP_VIEW || op == GGML_OP_RESHAPE || op == GGML_OP_PERMUTE || op == GGML_OP_TRANSPOSE;
+size_t max_step_rows(int64_t n_tokens, int64_t n_used) {
+    return (size_t) std::max(n_tokens, std::min<int64_t>(kFewRows, n_tokens * n_used));
 }
 
 int32_t id_at(const ggml_tensor * ids, int64_t k, int64_t token) {
     return *(const int32_t *) ((const char *) ids->data + (size_t) k * ids->nb[0] + (size_t) token * ids->nb[1]);
 }
 
-// Experts of a layer that are fetched, until it goes out of scope.
-class Held {
-  public:
-    Held(PagedExperts & experts, int i_layer, const int32_t * ids, int n, uint32_t parts, bool counted, int32_t * slots)
-        : experts_(experts), i_layer_(i_layer), ids_(ids), n_(n) {
-        experts_.fetch(i_layer, ids, n, parts, counted, slots);
-    }
-    ~Held() { experts_.release(i_layer_, ids_, n_); }
-    Held(const Held &)             = delete;
-    Held & operator=(const Held &) = delete;
-
-  private:
-    PagedExperts &  experts_;
-    int             i_layer_;
-    const int32_t * ids_;
-    int             n_;
-};
-
 } // namespace
 
-struct ExpertMatmul::Group {
-    PagedExperts *             experts = nullptr;
-    int                        i_layer = -1;
-    const ggml_tensor *        ids     = nullptr; // [n_expert_used, n_tokens] I32
-    uint32_t                   parts   = 0;
-    bool                       entry   = false; // the first matmuls of this layer in this batch
-    std::vector<ggml_tensor *> nodes;
-};
-
-ExpertMatmul::ExpertMatmul() {
-    inner_ = ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr);
-    if (!inner_) {
-        fail(MKD_ERR_LLAMA, "ggml has no CPU backend");
-    }
-    ggml_init_params params = { /*.mem_size =*/ ggml_graph_overhead_custom(kMaxInnerNodes, false) + ggml_tensor_overhead(),
-                                /*.mem_buffer =*/ nullptr, /*.no_alloc =*/ true };
-    graph_ctx_   = ggml_init(params);
-    inner_graph_ = ggml_new_graph_custom(graph_ctx_, kMaxInnerNodes, false);
-}
+ExpertMatmul::ExpertMatmul() = default;
 
 ExpertMatmul::~ExpertMatmul() {
     ggml_backend_buffer_free(slab_buffer_);
-    ggml_free(graph_ctx_);
-    ggml_backend_free(inner_);
-}
-
-void ExpertMatmul::set_n_threads(int n_threads) {
-    if (auto * set = (ggml_backend_set_n_threads_t) cpu_proc(inner_, "ggml_backend_set_n_threads")) {
-        set(inner_, n_threads);
-    }
-}
-
-void ExpertMatmul::set_abort_callback(ggml_abort_callback callback, void * data) {
-    if (auto * set = (ggml_backend_set_abort_callback_t) cpu_proc(inner_, "ggml_backend_set_abort_callback")) {
-        set(inner_, callback, data);
-    }
-}
-
-void ExpertMatmul::set_threadpool(ggml_threadpool_t pool) {
-    if (pool == pool_) {
-        return;
-    }
-    if (auto * set = (decltype(&ggml_backend_cpu_set_threadpool)) cpu_proc(inner_, "ggml_backend_cpu_set_threadpool")) {
-        set(inner_, pool);
-        pool_ = pool;
-    }
 }
 
 ggml_status ExpertMatmul::compute(ggml_cgraph * graph) {
-    const int n_nodes = ggml_graph_n_nodes(graph);
-    for (int i = 0; i < n_nodes;) {
-        Group group;
-        for (; i < n_nodes; ++i) {
-            ggml_tensor * node = ggml_graph_node(graph, i);
-            if (is_view(node->op)) {
-                continue;
-            }
-            const FlashTensor * flash = node->op == GGML_OP_MUL_MAT_ID ? flash_tensor(node->src[0]) : nullptr;
-            if (!flash) {
-                fail(MKD_ERR_UNSUPPORTED, "the expert device was given %s '%s'", ggml_op_name(node->op), node->name);
-            }
-            const uint32_t part = 1u << flash->i_part;
-            if (group.nodes.empty()) {
-                group.experts = flash->experts;
-                group.i_layer = flash->i_layer;
-                group.ids     = node->src[2];
-            } else if (flash->experts != group.experts || flash->i_layer != group.i_layer || node->src[2] != group.ids ||
-                       (group.parts & part)) {
-                break;
-            }
-            group.parts |= part;
-            group.nodes.push_back(node);
+    for (int i = 0;;) {
+        next_group(graph, i, group_);
+        if (group_.nodes.empty()) {
+            return GGML_STATUS_SUCCESS;
         }
-        if (group.nodes.empty()) {
-            break;
-        }
-        const ggml_status status = compute_group(group);
+        const ggml_status status = group_.experts ? compute_group() : compute_in_place(nullptr);
         if (status != GGML_STATUS_SUCCESS) {
             return status;
         }
     }
-    return GGML_STATUS_SUCCESS;
 }
 
-ggml_status ExpertMatmul::compute_group(const Group & group_in) {
-    Group          group    = group_in;
-    PagedExperts & experts  = *group.experts;
-    const auto     lock     = experts.lock();
-    const uint32_t all      = experts.layer(group.i_layer).all_parts();
-    group.entry             = !(pass_i_layer_ == group.i_layer && pass_ids_ == group.ids && !(pass_parts_ & group.parts));
-    pass_parts_             = group.entry ? group.parts : pass_parts_ | group.parts;
-    pass_i_layer_           = group.i_layer;
-    pass_ids_               = group.ids;
+ggml_status ExpertMatmul::compute_group() {
+    PagedExperts & experts = *group_.experts;
+    const auto     lock    = experts.lock();
+    const uint32_t all     = experts.layer(group_.i_layer).all_parts();
+    const bool     entry   = !(pass_i_layer_ == group_.i_layer && pass_ids_ == group_.ids && !(pass_parts_ & group_.parts));
+    pass_parts_            = entry ? group_.parts : pass_parts_ | group_.parts;
+    pass_i_layer_          = group_.i_layer;
+    pass_ids_              = group_.ids;
 
-    find_experts(group);
-    if (group.entry) {
-        experts.route(group.i_layer, ids_.data(), (int) group.ids->ne[0], (int) group.ids->ne[1]);
+    find_experts();
+    if (entry) {
+        prefetcher_.observe(experts, group_.i_layer, used_);
+        experts.route(group_.i_layer, ids_.data(), (int) group_.ids->ne[0], (int) group_.ids->ne[1]);
     }
-    const bool        direct = (int) experts_.size() <= experts.n_slots(group.i_layer);
-    const ggml_status status = direct ? compute_direct(group, group.entry ? all : group.parts) : compute_waves(group, group.parts);
-    if (pass_parts_ == all) {
-        experts.end_pass();
+    // the parts of a later group, too, where they will still be here when it comes
+    const bool  fits = (int) experts_.size() <= experts.n_slots(group_.i_layer);
+    LayerVisit  visit(experts, group_.i_layer, experts_, entry && fits ? all : group_.parts, entry);
+    visit.advance();
+    if (entry) {
+        prefetcher_.plan(experts, group_.i_layer, *group_.nodes[0].tensor->src[1], (int) group_.ids->ne[0], inner_);
+    }
+    if (visit.all_here()) {
+        prefetcher_.demand_done();
+    }
+    const ggml_status status = visit.all_here() ? compute_in_place(&visit) : compute_in_steps(visit);
+    if (status == GGML_STATUS_SUCCESS && pass_parts_ == all) {
+        experts.end_pass(group_.i_layer);
     }
     return status;
 }
 
-// experts_: the distinct experts, ascending. ids_: the router's ids, contiguous [n_tokens][n_expert_used].
-void ExpertMatmul::find_experts(const Group & group) {
-    const int     n_expert = group.experts->layer(group.i_layer).n_expert();
-    const int64_t n_used = group.ids->ne[0], n_tokens = group.ids->ne[1];
-    slot_of_.assign((size_t) n_expert, -1);
+// experts_, used_: the distinct experts. ids_: the router's ids, contiguous [n_tokens][n_expert_used].
+void ExpertMatmul::find_experts() {
+    const int     n_expert = group_.experts->layer(group_.i_layer).n_expert();
+    const int64_t n_used = group_.ids->ne[0], n_tokens = group_.ids->ne[1];
+    used_.assign((size_t) n_expert, 0);
     ids_.resize((size_t) (n_used * n_tokens));
     experts_.clear();
     for (int64_t t = 0; t < n_tokens; ++t) {
         for (int64_t k = 0; k < n_used; ++k) {
-            const int32_t expert = id_at(group.ids, k, t);
+            const int32_t expert = id_at(group_.ids, k, t);
             if (expert < 0 || expert >= n_expert) {
-                fail(MKD_ERR_LLAMA, "router of layer %d chose expert %d of %d", group.experts->layer(group.i_layer).layer, expert, n_expert);
+                fail(MKD_ERR_LLAMA, "router of layer %d chose expert %d of %d", group_.experts->layer(group_.i_layer).layer, expert, n_expert);
             }
             ids_[(size_t) (t * n_used + k)] = expert;
-            if (slot_of_[(size_t) expert] < 0) {
-                slot_of_[(size_t) expert] = 0;
+            if (!used_[(size_t) expert]) {
+                used_[(size_t) expert] = 1;
                 experts_.push_back(expert);
             }
         }
@@ -195,66 +98,9 @@ void ExpertMatmul::find_experts(const Group & group) {
     std::sort(experts_.begin(), experts_.end());
 }
 
-// A view [ne0, ne1, n_slots] of one part of the layer's slots.
-void ExpertMatmul::bind_slots(PagedExperts & experts, int i_layer, int i_part, ggml_tensor & view) {
-    if (slab_owner_ != &experts) {
-        ggml_backend_buffer_free(slab_buffer_);
-        slab_buffer_ = ggml_backend_cpu_buffer_from_ptr(experts.layer_slots(0), experts.slab_bytes());
-        slab_owner_  = &experts;
-    }
-    const LayerExperts & layer = experts.layer(i_layer);
-    const ExpertPart &   part  = layer.parts[(size_t) i_part];
-    view        = make_tensor(part.type, part.ne0, part.ne1, experts.n_slots(i_layer), experts.layer_slots(i_layer) + part.offset_bytes);
-    view.nb[2]  = layer.stride_bytes;
-    view.nb[3]  = layer.stride_bytes * (size_t) view.ne[2];
-    view.buffer = slab_buffer_;
-}
-
-ggml_status ExpertMatmul::run() {
-    ggml_graph_clear(inner_graph_);
-    for (ggml_tensor & node : nodes_) {
-        ggml_graph_add_node(inner_graph_, &node);
-    }
-    return ggml_backend_graph_compute(inner_, inner_graph_);
-}
-
-ggml_status ExpertMatmul::compute_direct(const Group & group, uint32_t parts) {
-    PagedExperts & experts = *group.experts;
-    const int      n       = (int) experts_.size();
-    slots_.resize((size_t) n);
-    const Held held(experts, group.i_layer, experts_.data(), n, parts, group.entry, slots_.data());
-    for (int i = 0; i < n; ++i) {
-        slot_of_[(size_t) experts_[(size_t) i]] = slots_[(size_t) i];
-    }
-    for (int32_t & id : ids_) {
-        id = slot_of_[(size_t) id];
-    }
-    ids_tensor_ = make_tensor(GGML_TYPE_I32, group.ids->ne[0], group.ids->ne[1], 1, ids_.data());
-
-    const size_t n_nodes = group.nodes.size();
-    nodes_.resize(n_nodes);
-    views_.resize(n_nodes);
-    for (size_t i = 0; i < n_nodes; ++i) {
-        bind_slots(experts, group.i_layer, flash_tensor(group.nodes[i]->src[0])->i_part, views_[i]);
-        nodes_[i]        = *group.nodes[i];
-        nodes_[i].src[0] = &views_[i];
-        nodes_[i].src[2] = &ids_tensor_;
-    }
-    const int64_t     t_start = now_us();
-    const ggml_status status  = run();
-    experts.count_compute(now_us() - t_start);
-    return status;
-}
-
-ggml_status ExpertMatmul::compute_waves(const Group & group, uint32_t parts) {
-    PagedExperts & experts  = *group.experts;
-    const int64_t  n_used   = group.ids->ne[0];
-    const int64_t  n_tokens = group.ids->ne[1];
-    const int      n_slots  = experts.n_slots(group.i_layer);
-    const size_t   n_nodes  = group.nodes.size();
-
-    // rows of each expert, in the order in which ggml would visit them
-    row_start_.assign((size_t) experts.layer(group.i_layer).n_expert() + 1, 0);
+// Rows of each expert, in the order in which ggml would visit them.
+void ExpertMatmul::sort_rows() {
+    row_start_.assign((size_t) group_.experts->layer(group_.i_layer).n_expert() + 1, 0);
     for (const int32_t id : ids_) {
         row_start_[(size_t) id + 1] += 1;
     }
@@ -266,125 +112,282 @@ ggml_status ExpertMatmul::compute_waves(const Group & group, uint32_t parts) {
     for (size_t row = 0; row < ids_.size(); ++row) {
         rows_[(size_t) row_next_[(size_t) ids_[row]]++] = (int32_t) row;
     }
-    const auto n_rows_of = [&](int32_t e) { return row_start_[(size_t) e + 1] - row_start_[(size_t) e]; };
+}
 
-    // experts that are here go first, before a slot of theirs is needed for another
-    std::stable_partition(experts_.begin(), experts_.end(), [&](int32_t e) { return !(parts & ~experts.present(group.i_layer, e)); });
+// A view [ne0, ne1, n_slots] of one part of the layer's slots.
+void ExpertMatmul::bind_slots(int i_part, ggml_tensor & view) {
+    PagedExperts & experts = *group_.experts;
+    if (slab_owner_ != &experts) {
+        ggml_backend_buffer_free(slab_buffer_);
+        slab_buffer_ = ggml_backend_cpu_buffer_from_ptr(experts.layer_slots(0), experts.slab_bytes());
+        slab_owner_  = &experts;
+    }
+    const LayerExperts & layer = experts.layer(group_.i_layer);
+    const ExpertPart &   part  = layer.parts[(size_t) i_part];
+    view        = make_tensor(part.type, part.ne0, part.ne1, experts.n_slots(group_.i_layer), experts.layer_slots(group_.i_layer) + part.offset_bytes);
+    view.nb[2]  = layer.stride_bytes;
+    view.nb[3]  = layer.stride_bytes * (size_t) view.ne[2];
+    view.buffer = slab_buffer_;
+}
 
-    const size_t max_rows = (size_t) n_tokens;
-    for (size_t first = 0; first < experts_.size();) {
-        size_t n = 0, n_rows = 0;
-        while (first + n < experts_.size() && n < (size_t) n_slots) {
-            const size_t more = (size_t) n_rows_of(experts_[first + n]);
-            if (n > 0 && n_rows + more > max_rows) {
-                break;
-            }
-            n_rows += more;
-            ++n;
+// ---------------------------------------------------------------- in place
+
+ggml_status ExpertMatmul::compute_in_place(LayerVisit * visit) {
+    const size_t n = group_.nodes.size();
+    nodes_.resize(n);
+    sources_.resize(n);
+    if (visit) {
+        slot_of_.assign(used_.size(), -1);
+        for (const LayerVisit::Item & item : visit->items()) {
+            slot_of_[(size_t) item.expert] = item.slot;
         }
-        const int32_t * wave = experts_.data() + first;
-        slots_.resize(n);
-        const Held held(experts, group.i_layer, wave, (int) n, parts, group.entry, slots_.data());
-        experts.count_waves(1);
-
-        wave_rows_.clear();
-        wave_ids_.clear();
-        for (size_t i = 0; i < n; ++i) {
-            const int32_t e = wave[i];
-            for (int32_t r = row_start_[(size_t) e]; r < row_start_[(size_t) e + 1]; ++r) {
-                wave_rows_.push_back(rows_[(size_t) r]);
-                wave_ids_.push_back(slots_[i]);
-            }
-        }
-        ids_tensor_ = make_tensor(GGML_TYPE_I32, 1, (int64_t) n_rows, 1, wave_ids_.data());
-
-        nodes_.resize(n_nodes);
-        views_.resize(n_nodes);
-        inputs_.resize(n_nodes);
-        size_t n_results = 0;
-        for (size_t i = 0; i < n_nodes; ++i) {
-            n_results += (size_t) group.nodes[i]->ne[0] * n_rows;
-        }
-        results_.resize(std::max(results_.size(), n_results));
-        float * result = results_.data();
-        for (size_t i = 0; i < n_nodes; ++i) {
-            const ggml_tensor * node = group.nodes[i];
-            const ggml_tensor * src1 = node->src[1];
-            if (i == 0 || src1 != group.nodes[i - 1]->src[1]) {
-                if (i > 0) {
-                    fail(MKD_ERR_UNSUPPORTED, "layer %d: matmuls of one group have different inputs", experts.layer(group.i_layer).layer);
-                }
-                const size_t row_bytes = (size_t) src1->ne[0] * sizeof(float);
-                gathered_.resize(std::max(gathered_.size(), (size_t) src1->ne[0] * n_rows));
-                for (size_t r = 0; r < n_rows; ++r) {
-                    const int64_t token = wave_rows_[r] / n_used, k = wave_rows_[r] % n_used;
-                    memcpy((char *) gathered_.data() + r * row_bytes,
-                           (const char *) src1->data + (size_t) (k % src1->ne[1]) * src1->nb[1] + (size_t) token * src1->nb[2], row_bytes);
-                }
-            }
-            inputs_[i] = make_tensor(GGML_TYPE_F32, src1->ne[0], 1, (int64_t) n_rows, gathered_.data());
-            bind_slots(experts, group.i_layer, flash_tensor(node->src[0])->i_part, views_[i]);
-            nodes_[i]       = *node; // op_params, flags
-            nodes_[i].ne[1] = 1;
-            nodes_[i].ne[2] = (int64_t) n_rows;
-            set_strides(nodes_[i]);
-            nodes_[i].data   = result;
-            nodes_[i].src[0] = &views_[i];
-            nodes_[i].src[1] = &inputs_[i];
+        slot_ids_.resize(ids_.size());
+        std::transform(ids_.begin(), ids_.end(), slot_ids_.begin(), [&](int32_t id) { return slot_of_[(size_t) id]; });
+        ids_tensor_ = make_tensor(GGML_TYPE_I32, group_.ids->ne[0], group_.ids->ne[1], 1, slot_ids_.data());
+    }
+    for (size_t i = 0; i < n; ++i) {
+        nodes_[i] = *group_.nodes[i].tensor;
+        if (group_.nodes[i].i_part >= 0) {
+            bind_slots(group_.nodes[i].i_part, sources_[i]);
+            nodes_[i].src[0] = &sources_[i];
             nodes_[i].src[2] = &ids_tensor_;
-            result += (size_t) node->ne[0] * n_rows;
+        }
+    }
+    const int64_t     t_start = now_us();
+    const ggml_status status  = inner_.run(nodes_);
+    if (visit) {
+        group_.experts->count_compute(now_us() - t_start);
+        for (LayerVisit::Item & item : visit->items()) {
+            visit->finish(item);
+        }
+    }
+    return status;
+}
+
+// ---------------------------------------------------------------- in steps
+
+ggml_status ExpertMatmul::compute_in_steps(LayerVisit & visit) {
+    sort_rows();
+    if (group_.n_stages() > 1) {
+        // Stages of different experts interleave: what llama.cpp lets share the input's memory because it is written after the last read of it would
+        // be written too early.
+        const ggml_tensor * src = group_.nodes[0].tensor->src[1];
+        input_.resize((size_t) ggml_nelements(src));
+        for (int64_t t = 0; t < src->ne[2]; ++t) {
+            for (int64_t k = 0; k < src->ne[1]; ++k) {
+                memcpy(input_.data() + (t * src->ne[1] + k) * src->ne[0],
+                       (const char *) src->data + (size_t) k * src->nb[1] + (size_t) t * src->nb[2], (size_t) src->ne[0] * sizeof(float));
+            }
+        }
+    }
+    results_.resize(std::max(results_.size(), group_.nodes.size()));
+    bool storage_free = false;
+    for (;;) {
+        int first_stage = 0, last_stage = 0;
+        choose_items(visit, &first_stage, &last_stage);
+        if (!storage_free && visit.all_arrived()) {
+            storage_free = true;
+            prefetcher_.demand_done();
+        }
+        if (chosen_.empty()) {
+            if (visit.done()) {
+                return GGML_STATUS_SUCCESS;
+            }
+            visit.wait();
+            visit.advance();
+            continue;
         }
         const int64_t     t_start = now_us();
-        const ggml_status status  = run();
-        for (size_t i = 0; i < n_nodes && status == GGML_STATUS_SUCCESS; ++i) {
-            const ggml_tensor * node      = group.nodes[i];
-            const size_t        row_bytes = (size_t) node->ne[0] * sizeof(float);
-            for (size_t r = 0; r < n_rows; ++r) {
-                const int64_t token = wave_rows_[r] / n_used, k = wave_rows_[r] % n_used;
-                memcpy((char *) node->data + (size_t) k * node->nb[1] + (size_t) token * node->nb[2],
-                       (const char *) nodes_[i].data + r * row_bytes, row_bytes);
-            }
-        }
-        experts.count_compute(now_us() - t_start);
+        const ggml_status status  = compute_chain(chosen_, first_stage, last_stage);
+        group_.experts->count_compute(now_us() - t_start);
+        group_.experts->count_waves(1);
         if (status != GGML_STATUS_SUCCESS) {
             return status;
         }
-        first += n;
+        for (LayerVisit::Item * item : chosen_) {
+            item->stage = last_stage;
+            if (last_stage == group_.n_stages()) {
+                visit.finish(*item);
+            }
+        }
+        visit.advance();
     }
-    return GGML_STATUS_SUCCESS;
 }
+
+// chosen_: items that can go through the same stages now, as many as a step may have.
+void ExpertMatmul::choose_items(LayerVisit & visit, int * first_stage, int * last_stage) {
+    const size_t max_rows = max_step_rows(group_.ids->ne[1], group_.ids->ne[0]);
+    // While others wait for a slot, slots are given back in good time.
+    const int    n_slots  = group_.experts->n_slots(group_.i_layer);
+    const size_t max_items = visit.short_of_slots() ? (size_t) std::max(1, n_slots / 4) : SIZE_MAX;
+    size_t       n_rows = 0;
+    chosen_.clear();
+    for (LayerVisit::Item & item : visit.items()) {
+        if (item.done || item.slot < 0 || chosen_.size() == max_items) {
+            continue;
+        }
+        int last = item.stage;
+        while (last < group_.n_stages() && !(group_.stage_parts[(size_t) last] & ~item.arrived)) {
+            ++last;
+        }
+        if (last == item.stage || (!chosen_.empty() && (item.stage != *first_stage || last != *last_stage))) {
+            continue;
+        }
+        const auto more = (size_t) n_rows_of(item.expert);
+        if (!chosen_.empty() && n_rows + more > max_rows) {
+            continue;
+        }
+        *first_stage = item.stage;
+        *last_stage  = last;
+        n_rows += more;
+        chosen_.push_back(&item);
+    }
+}
+
+ggml_tensor ExpertMatmul::chain_input(const ggml_tensor * source, const std::vector<int> & node_of, bool outside) {
+    const int64_t n_rows = (int64_t) chain_rows_.size();
+    const int     i      = group_.find(source);
+    if (i >= 0 && node_of[(size_t) i] >= 0) { // computed just before
+        ggml_tensor input = make_tensor(GGML_TYPE_F32, source->ne[0], 1, n_rows, (char *) results_[(size_t) i].data() + source->view_offs);
+        const auto  root  = (size_t) group_.nodes[(size_t) i].tensor->ne[0] * sizeof(float);
+        input.nb[1] = input.nb[2] = root;
+        input.nb[3]               = root * (size_t) n_rows;
+        return input;
+    }
+    const int64_t n_used    = group_.ids->ne[0];
+    const size_t  row_bytes = (size_t) source->ne[0] * sizeof(float);
+    const bool    copied    = outside && group_.n_stages() > 1;
+    const char *  data      = copied ? (const char *) input_.data() : (const char *) source->data;
+    const size_t  nb1       = copied ? row_bytes : source->nb[1];
+    const size_t  nb2       = copied ? row_bytes * (size_t) source->ne[1] : source->nb[2];
+    gathered_.resize(std::max(gathered_.size(), (size_t) (source->ne[0] * n_rows)));
+    for (size_t r = 0; r < chain_rows_.size(); ++r) {
+        const int64_t token = chain_rows_[r] / n_used, k = chain_rows_[r] % n_used;
+        memcpy((char *) gathered_.data() + r * row_bytes, data + (size_t) (k % source->ne[1]) * nb1 + (size_t) token * nb2, row_bytes);
+    }
+    return make_tensor(GGML_TYPE_F32, source->ne[0], 1, n_rows, gathered_.data());
+}
+
+// Stages [first_stage, last_stage) for the rows of some experts.
+ggml_status ExpertMatmul::compute_chain(const std::vector<LayerVisit::Item *> & items, int first_stage, int last_stage) {
+    chain_rows_.clear();
+    chain_slots_.clear();
+    chain_experts_.clear();
+    for (const LayerVisit::Item * item : items) {
+        for (int32_t r = row_start_[(size_t) item->expert]; r < row_start_[(size_t) item->expert + 1]; ++r) {
+            chain_rows_.push_back(rows_[(size_t) r]);
+            chain_slots_.push_back(item->slot);
+            chain_experts_.push_back(item->expert);
+        }
+    }
+    const auto n_rows = (int64_t) chain_rows_.size();
+    ids_tensor_       = make_tensor(GGML_TYPE_I32, 1, n_rows, 1, chain_slots_.data());
+    experts_tensor_   = make_tensor(GGML_TYPE_I32, 1, n_rows, 1, chain_experts_.data());
+
+    nodes_.clear();
+    nodes_.reserve(group_.nodes.size()); // pointers into them are kept
+    sources_.resize(3 * group_.nodes.size());
+    std::vector<int>    node_of(group_.nodes.size(), -1); // node of the group -> of the chain
+    const ggml_tensor * gathered = nullptr;
+    ggml_tensor         gathered_view{};
+    for (size_t i = 0; i < group_.nodes.size(); ++i) {
+        const GroupNode & entry = group_.nodes[i];
+        if (entry.stage < first_stage || entry.stage >= last_stage) {
+            continue;
+        }
+        ggml_tensor node = *entry.tensor; // op_params, flags
+        node.ne[1]       = 1;
+        node.ne[2]       = n_rows;
+        set_contiguous(node);
+        std::vector<float> & result = results_[i];
+        result.resize(std::max(result.size(), (size_t) (node.ne[0] * n_rows)));
+        node.data = result.data();
+        if (entry.i_part >= 0) {
+            const ggml_tensor * source  = entry.tensor->src[1];
+            const int           inside  = group_.find(source);
+            const bool          chained = inside >= 0 && node_of[(size_t) inside] >= 0;
+            if (!chained && source != gathered && gathered) {
+                fail(MKD_ERR_UNSUPPORTED, "layer %d: matmuls of one group have different inputs", group_.experts->layer(group_.i_layer).layer);
+            }
+            if (chained) {
+                sources_[3 * i + 1] = chain_input(source, node_of, false);
+            } else {
+                gathered_view       = gathered ? gathered_view : chain_input(source, node_of, inside < 0);
+                sources_[3 * i + 1] = gathered_view;
+                gathered            = source;
+            }
+            bind_slots(entry.i_part, sources_[3 * i]);
+            node.src[0] = &sources_[3 * i];
+            node.src[1] = &sources_[3 * i + 1];
+            node.src[2] = &ids_tensor_;
+        } else {
+            for (int s = 0; s < (node.op == GGML_OP_GLU ? 2 : 1); ++s) {
+                if (node.src[s]) {
+                    sources_[3 * i + (size_t) s] = chain_input(node.src[s], node_of, false);
+                    node.src[s]                  = &sources_[3 * i + (size_t) s];
+                }
+            }
+            if (node.op == GGML_OP_ADD_ID) {
+                node.src[2] = &experts_tensor_;
+            }
+        }
+        node_of[i] = (int) nodes_.size();
+        nodes_.push_back(node);
+    }
+    const ggml_status status = inner_.run(nodes_);
+    const int64_t     n_used = group_.ids->ne[0];
+    for (size_t i = 0; i < group_.nodes.size() && status == GGML_STATUS_SUCCESS; ++i) {
+        const GroupNode & entry = group_.nodes[i];
+        if (node_of[i] < 0 || !(entry.output || (entry.bridge && last_stage < group_.n_stages()))) {
+            continue;
+        }
+        const size_t row_bytes = (size_t) entry.tensor->ne[0] * sizeof(float);
+        for (size_t r = 0; r < chain_rows_.size(); ++r) {
+            const int64_t token = chain_rows_[r] / n_used, k = chain_rows_[r] % n_used;
+            memcpy((char *) entry.tensor->data + (size_t) k * entry.tensor->nb[1] + (size_t) token * entry.tensor->nb[2],
+                   (const char *) results_[i].data() + r * row_bytes, row_bytes);
+        }
+    }
+    return status;
+}
+
+// ---------------------------------------------------------------- memory
 
 uint64_t ExpertMatmul::work_bytes(const PackageIndex & index, int n_tokens, int n_expert_used, int n_threads) {
     ggml_init_params params = { ggml_graph_overhead_custom(1, false) + ggml_tensor_overhead(), nullptr, true };
     ggml_context *   ctx    = ggml_init(params);
     ggml_cgraph *    graph  = ggml_new_graph_custom(ctx, 1, false);
-    uint64_t         plan = 0, gathered = 0, results = 0;
+    const auto       n_rows = (uint64_t) max_step_rows(n_tokens, n_expert_used);
+    uint64_t         plan = 0, input = 0, results = 0;
     int64_t          n_expert = 0;
     for (const LayerExperts & layer : index.layers) {
-        uint64_t entry_results = 0;
-        n_expert               = std::max(n_expert, (int64_t) layer.n_expert());
+        uint64_t row_floats = 0, input_floats = 0; // of all results, of the widest input
+        n_expert            = std::max(n_expert, (int64_t) layer.n_expert());
         for (const ExpertPart & part : layer.parts) {
-            const bool  down = part.role == PartRole::down;
-            ggml_tensor src0 = make_tensor(part.type, part.ne0, part.ne1, layer.n_expert(), nullptr);
-            ggml_tensor src1 = make_tensor(GGML_TYPE_F32, part.ne0, down ? n_expert_used : 1, n_tokens, nullptr);
-            ggml_tensor ids  = make_tensor(GGML_TYPE_I32, n_expert_used, n_tokens, 1, nullptr);
-            ggml_tensor node = make_tensor(GGML_TYPE_F32, part.ne1, n_expert_used, n_tokens, nullptr);
-            node.op          = GGML_OP_MUL_MAT_ID;
-            node.src[0]      = &src0;
-            node.src[1]      = &src1;
-            node.src[2]      = &ids;
-            ggml_graph_clear(graph);
-            ggml_graph_add_node(graph, &node);
-            plan     = std::max(plan, (uint64_t) ggml_graph_plan(graph, n_threads, nullptr).work_size);
-            gathered = std::max(gathered, (uint64_t) part.ne0 * (uint64_t) n_tokens * sizeof(float));
-            (down ? results : entry_results) = down ? std::max(results, (uint64_t) part.ne1 * (uint64_t) n_tokens * sizeof(float))
-                                                    : entry_results + (uint64_t) part.ne1 * (uint64_t) n_tokens * sizeof(float);
+            const bool down = part.role == PartRole::down;
+            for (const int64_t rows : { (int64_t) n_tokens, (int64_t) n_rows }) { // as llama.cpp has them, and gathered
+                const bool  gathered = rows != n_tokens;
+                ggml_tensor src0 = make_tensor(part.type, part.ne0, part.ne1, layer.n_expert(), nullptr);
+                ggml_tensor src1 = make_tensor(GGML_TYPE_F32, part.ne0, down && !gathered ? n_expert_used : 1, rows, nullptr);
+                ggml_tensor ids  = make_tensor(GGML_TYPE_I32, gathered ? 1 : n_expert_used, rows, 1, nullptr);
+                ggml_tensor node = make_tensor(GGML_TYPE_F32, part.ne1, gathered ? 1 : n_expert_used, rows, nullptr);
+                node.op          = GGML_OP_MUL_MAT_ID;
+                node.src[0]      = &src0;
+                node.src[1]      = &src1;
+                node.src[2]      = &ids;
+                ggml_graph_clear(graph);
+                ggml_graph_add_node(graph, &node);
+                plan = std::max(plan, (uint64_t) ggml_graph_plan(graph, n_threads, nullptr).work_size);
+            }
+            row_floats += 2 * (uint64_t) part.ne1 + (down ? (uint64_t) part.ne0 : 0); // a bias each, and the activation
+            input_floats = std::max(input_floats, (uint64_t) part.ne0);
         }
-        results = std::max(results, entry_results);
+        results = std::max(results, row_floats * n_rows * sizeof(float));
+        input   = std::max(input, input_floats * (n_rows + (uint64_t) n_tokens) * sizeof(float));
     }
     ggml_free(ctx);
     const uint64_t n_ids = (uint64_t) n_tokens * (uint64_t) n_expert_used;
-    return plan + gathered + results + (n_ids * 4 + (uint64_t) n_expert * 6) * sizeof(int32_t);
+    return plan + input + results + (n_ids * 6 + (uint64_t) n_expert * 8) * sizeof(int32_t);
 }
 
 } // namespace mkd

@@ -1,7 +1,7 @@
 // backend/ggml-mkd.cpp: the tables that make the expert matmul a ggml device.
 //
-// The device is of type ACCEL, so llama.cpp adds it to every context. It claims MUL_MAT_ID whose weights lie in a flash buffer, and nothing
-// else; its default buffer type is the CPU's, so inputs and outputs are never copied. The work is in expert-matmul.cpp.
+// The device is of type ACCEL, so llama.cpp adds it to every context. It claims MUL_MAT_ID whose weights lie in a flash buffer, and what is done
+// row by row to their results (backend/matmul-group.h); its default buffer type is the CPU's, so inputs and outputs are never copied. The work is in expert-matmul.cpp.
 //
 // Errors never cross into ggml: they are kept for the thread (take_backend_error) and become GGML_STATUS_FAILED.
 
@@ -9,6 +9,7 @@
 
 #include "backend/expert-matmul.h"
 #include "backend/flash-buffer.h"
+#include "backend/matmul-group.h"
 #include "base/error.h"
 #include "ggml-backend-impl.h"
 #include "ggml-cpu.h"
@@ -38,7 +39,7 @@ void mkd_backend_free(ggml_backend_t backend) {
 
 ggml_status mkd_backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     try {
-        matmul(backend).set_threadpool(t_pool);
+        matmul(backend).inner().set_threadpool(t_pool);
         return matmul(backend).compute(graph);
     } catch (...) {
         t_error = std::current_exception();
@@ -115,18 +116,7 @@ ggml_backend_buffer_type_t mkd_device_get_buffer_type(ggml_backend_dev_t) {
 }
 
 bool mkd_device_supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
-    switch (op->op) {
-        case GGML_OP_NONE:
-        case GGML_OP_VIEW:
-        case GGML_OP_RESHAPE:
-        case GGML_OP_PERMUTE:
-        case GGML_OP_TRANSPOSE:
-            return true;
-        case GGML_OP_MUL_MAT_ID:
-            return mkd::flash_tensor(op->src[0]) != nullptr && op->src[1]->type == GGML_TYPE_F32 && op->src[2]->type == GGML_TYPE_I32;
-        default:
-            return false;
-    }
+    return mkd::claims(op);
 }
 
 bool mkd_device_supports_buft(ggml_backend_dev_t, ggml_backend_buffer_type_t buft) {
@@ -167,11 +157,11 @@ ggml_backend_dev_t mkd_reg_get_device(ggml_backend_reg_t reg, size_t) {
 }
 
 void mkd_set_n_threads(ggml_backend_t backend, int n_threads) {
-    matmul(backend).set_n_threads(n_threads);
+    matmul(backend).inner().set_n_threads(n_threads);
 }
 
 void mkd_set_abort_callback(ggml_backend_t backend, ggml_abort_callback callback, void * data) {
-    matmul(backend).set_abort_callback(callback, data);
+    matmul(backend).inner().set_abort_callback(callback, data);
 }
 
 void * mkd_reg_get_proc_address(ggml_backend_reg_t, const char * name) {

@@ -7,13 +7,25 @@
 
 namespace mkd {
 
-PagedExperts::PagedExperts(std::unique_ptr<ExpertStore> store, int n_lanes) : store_(std::move(store)), lanes_(n_lanes) {
+PagedExperts::PagedExperts(std::unique_ptr<ExpertStore> store, const PagingOptions & options)
+    : store_(std::move(store)), options_(options), reads_(options.reads) {
     for (size_t i = 0; i < index().layers.size(); ++i) {
         const size_t layer = (size_t) index().layers[i].layer;
         if (layer_index_.size() <= layer) {
             layer_index_.resize(layer + 1, -1);
         }
         layer_index_[layer] = (int) i;
+        routers_.emplace_back();
+        prefetched_.emplace_back((size_t) index().layers[i].n_expert(), 0);
+    }
+}
+
+PagedExperts::~PagedExperts() {
+    for (const auto & load : loads_) {
+        reads_.cancel(load->request);
+    }
+    for (const auto & load : loads_) {
+        reads_.wait(load->request);
     }
 }
 
@@ -23,117 +35,229 @@ int PagedExperts::layer_index(int layer) const {
 
 void PagedExperts::allocate(const std::vector<int> & n_slots) {
     std::vector<ExpertCache::LayerQuota> quotas;
-    int                                  n_slots_max = 0;
+    std::vector<int>                     n_expert;
     uint64_t                             slab_bytes = 0;
     for (size_t i = 0; i < n_slots.size(); ++i) {
         quotas.push_back({ layer((int) i).n_expert(), n_slots[i] });
+        n_expert.push_back(layer((int) i).n_expert());
         slab_offset_.push_back(slab_bytes);
         slab_bytes += (uint64_t) n_slots[i] * layer((int) i).stride_bytes;
-        n_slots_max = std::max(n_slots_max, n_slots[i]);
+    }
+    auto policy = make_policy(options_.policy, n_expert);
+    if (!policy) {
+        fail(MKD_ERR_ARG, "cache policy '%s': expected lru or lfu", options_.policy.c_str());
     }
     slab_  = std::make_unique<HugeMemory>(slab_bytes, "expert slots");
-    cache_ = std::make_unique<ExpertCache>(quotas, make_lru_policy(n_slots));
-    pending_.resize((size_t) n_slots_max);
+    cache_ = std::make_unique<ExpertCache>(quotas, std::move(policy));
 }
 
-void PagedExperts::fetch(int i_layer, const int32_t * experts, int n, uint32_t parts, bool counted, int32_t * slots) {
-    const LayerExperts & geometry  = layer(i_layer);
-    int                  n_pending = 0;
-    int                  n_pinned  = 0;
-    Error *              refused   = nullptr;
+// ---------------------------------------------------------------- loads
 
-    // 1. slots for all; reads start as soon as a slot is known
-    Error no_slot(MKD_ERR_BUDGET, "");
-    for (; n_pinned < n; ++n_pinned) {
-        const int                expert = experts[n_pinned];
-        const ExpertCache::Lease lease  = cache_->acquire(i_layer, expert, parts);
-        if (lease.outcome == ExpertCache::Outcome::no_slot || lease.outcome == ExpertCache::Outcome::busy) {
-            no_slot = Error(MKD_ERR_BUDGET, format("layer %d: no free slot for expert %d (%d slots, %d experts asked for)", geometry.layer,
-                                                   expert, n_slots(i_layer), n));
-            refused = &no_slot;
-            break;
-        }
-        if (lease.evicted >= 0) {
-            stats_.n_evictions += 1;
-            if (hooks_.on_evict) {
-                hooks_.on_evict(geometry.layer, lease.evicted, hooks_.user);
-            }
-        }
-        slots[n_pinned] = lease.slot;
-        if (counted) {
-            stats_.n_requests += 1;
-            (lease.missing ? stats_.n_misses : stats_.n_hits) += 1;
-        }
-        if (lease.missing) {
-            Pending & pending  = pending_[(size_t) n_pending++];
-            pending.expert     = expert;
-            pending.parts      = lease.missing;
-            pending.n_requests = store_->prepare(geometry, expert, lease.missing, layer_slots(i_layer) + (size_t) lease.slot * geometry.stride_bytes,
-                                                 pending.requests);
-            for (int i = 0; i < pending.n_requests; ++i) {
-                lanes_.submit(pending.requests[(size_t) i]);
-            }
+PagedExperts::Load * PagedExperts::find_load(int i_layer, int expert) {
+    for (const auto & load : loads_) {
+        if (load->i_layer == i_layer && load->expert == expert) {
+            return load.get();
         }
     }
+    return nullptr;
+}
 
-    // 2. wait for the reads
-    const int64_t      t_wait = now_us();
-    std::exception_ptr error  = refused ? std::make_exception_ptr(*refused) : nullptr;
-    for (int p = 0; p < n_pending; ++p) {
-        Pending & pending = pending_[(size_t) p];
-        uint64_t  bytes   = 0;
-        int64_t   t_queue = INT64_MAX, t_done = 0;
-        bool      failed  = false;
-        for (int i = 0; i < pending.n_requests; ++i) {
-            ReadRequest & request = pending.requests[(size_t) i];
-            lanes_.wait(request);
-            if (request.error) {
-                failed = true;
-                error  = error ? error : request.error;
-            }
-            bytes += request.bytes;
-            t_queue = std::min(t_queue, request.t_queue_us);
-            t_done  = std::max(t_done, request.t_done_us);
-            stats_.load_us += request.t_done_us - request.t_queue_us;
+void PagedExperts::start(int i_layer, int expert, int slot, uint32_t missing, ReadPriority priority) {
+    if (spare_.empty()) {
+        spare_.push_back(std::make_unique<Load>());
+    }
+    loads_.push_back(std::move(spare_.back()));
+    spare_.pop_back();
+    const LayerExperts & geometry = layer(i_layer);
+    Load &               load     = *loads_.back();
+    load.i_layer                  = i_layer;
+    load.expert                   = expert;
+    load.parts                    = missing;
+    load.published                = 0;
+    load.prefetch                 = priority == ReadPriority::prefetch;
+    load.wanted                   = !load.prefetch;
+    load.given_up                 = false;
+    load.first_part               = 0;
+    while (!(missing >> load.first_part & 1u)) {
+        load.first_part += 1;
+    }
+    store_->prepare(geometry, expert, missing, layer_slots(i_layer) + (size_t) slot * geometry.stride_bytes, options_.whole_experts, load.request);
+    reads_.submit(load.request, priority);
+}
+
+uint32_t PagedExperts::arrived_parts(const Load & load) const {
+    const uint32_t ready = load.request.ready();
+    return load.request.n_sections == 1 ? (ready ? load.parts : 0) : (ready << load.first_part) & load.parts;
+}
+
+void PagedExperts::publish(Load & load) {
+    const uint32_t fresh = arrived_parts(load) & ~load.published;
+    if (fresh) {
+        cache_->ready(load.i_layer, load.expert, fresh);
+        load.published |= fresh;
+    }
+}
+
+void PagedExperts::finish(Load & load) {
+    const LayerExperts & geometry = layer(load.i_layer);
+    const ReadRequest &  request  = load.request;
+    publish(load);
+    if (load.published != load.parts) {
+        cache_->fail(load.i_layer, load.expert);
+    }
+    stats_.n_reads += request.t_start_us != 0;
+    stats_.read_bytes += request.bytes_read;
+    if (request.t_start_us) {
+        stats_.load_us += request.t_done_us - request.t_start_us;
+    }
+    for (size_t part = 0; part < geometry.parts.size(); ++part) {
+        stats_.payload_bytes += load.published >> part & 1u ? geometry.parts[part].payload_bytes : 0;
+    }
+    if (load.prefetch) {
+        stats_.prefetch_bytes += request.bytes_read;
+        if (!load.wanted && load.given_up) {
+            stats_.prefetch_waste_bytes += request.bytes_read;
         }
-        stats_.n_reads += (uint64_t) pending.n_requests;
-        stats_.read_bytes += bytes;
-        if (failed) {
-            cache_->fail(i_layer, pending.expert);
-            pending.parts = 0;
+        prefetched_[(size_t) load.i_layer][(size_t) load.expert] = !load.wanted && load.published == load.parts;
+    }
+    if (request.error && load.wanted) {
+        failures_.push_back({ load.i_layer, load.expert, request.error });
+    }
+    if (hooks_.on_load && load.published == load.parts) {
+        hooks_.on_load(geometry.layer, load.expert, request.bytes_read, request.t_queue_us, request.t_done_us,
+                       load.prefetch ? MKD_LOAD_KIND_PREFETCH : MKD_LOAD_KIND_DEMAND, hooks_.user);
+    }
+}
+
+void PagedExperts::harvest() {
+    for (size_t i = 0; i < loads_.size();) {
+        Load & load = *loads_[i];
+        if (!load.request.done()) {
+            publish(load);
+            ++i;
             continue;
         }
-        for (size_t part = 0; part < geometry.parts.size(); ++part) {
-            stats_.payload_bytes += pending.parts >> part & 1u ? geometry.parts[part].payload_bytes : 0;
-        }
-        cache_->ready(i_layer, pending.expert, pending.parts);
-        if (hooks_.on_load) {
-            hooks_.on_load(geometry.layer, pending.expert, bytes, t_queue, t_done, hooks_.user);
-        }
+        finish(load);
+        spare_.push_back(std::move(loads_[i]));
+        loads_.erase(loads_.begin() + (std::ptrdiff_t) i);
     }
-    if (n_pending) {
-        stats_.stall_us += now_us() - t_wait;
-    }
-    if (!error) {
-        return;
-    }
-
-    // 3. undo: release what is pinned (entries that failed are gone already)
-    for (int i = 0; i < n_pinned; ++i) {
-        if (cache_->state(i_layer, experts[i]) == ExpertCache::State::pinned) {
-            cache_->release(i_layer, experts[i]);
-        }
-    }
-    std::rethrow_exception(error);
 }
 
-void PagedExperts::release(int i_layer, const int32_t * experts, int n) {
-    for (int i = 0; i < n; ++i) {
-        cache_->release(i_layer, experts[i]);
+void PagedExperts::count_eviction(int i_layer, int expert) {
+    if (expert < 0) {
+        return;
     }
+    stats_.n_evictions += 1;
+    uint8_t & unused = prefetched_[(size_t) i_layer][(size_t) expert];
+    if (unused) { // it was brought for nothing
+        stats_.prefetch_waste_bytes += layer(i_layer).stride_bytes;
+        unused = 0;
+    }
+    if (hooks_.on_evict) {
+        hooks_.on_evict(layer(i_layer).layer, expert, hooks_.user);
+    }
+}
+
+// ---------------------------------------------------------------- demand
+
+int PagedExperts::claim(int i_layer, int expert, uint32_t parts) {
+    const ExpertCache::Lease lease = cache_->acquire(i_layer, expert, parts);
+    if (lease.outcome == ExpertCache::Outcome::no_slot) {
+        return -1;
+    }
+    count_eviction(i_layer, lease.evicted);
+    if (lease.outcome == ExpertCache::Outcome::load) {
+        start(i_layer, expert, lease.slot, lease.missing, ReadPriority::demand);
+    } else if (lease.outcome == ExpertCache::Outcome::joined) {
+        if (Load * load = find_load(i_layer, expert); load && !load->given_up) {
+            reads_.promote(load->request);
+        }
+    }
+    return lease.slot;
+}
+
+uint32_t PagedExperts::arrived(int i_layer, int expert, uint32_t parts) {
+    for (size_t i = 0; i < failures_.size(); ++i) {
+        if (failures_[i].i_layer == i_layer && failures_[i].expert == expert) {
+            const std::exception_ptr error = failures_[i].error;
+            failures_.erase(failures_.begin() + (std::ptrdiff_t) i);
+            std::rethrow_exception(error);
+        }
+    }
+    const uint32_t present = cache_->present(i_layer, expert) & parts;
+    if (present != parts && cache_->state(i_layer, expert) == ExpertCache::State::pinned) { // its load came to nothing
+        const ExpertCache::Lease lease = cache_->acquire(i_layer, expert, parts);
+        cache_->release(i_layer, expert);
+        start(i_layer, expert, lease.slot, lease.missing, ReadPriority::demand);
+    }
+    return present;
+}
+
+void PagedExperts::release(int i_layer, int expert) {
+    cache_->release(i_layer, expert);
+}
+
+void PagedExperts::abandon(int i_layer, int expert) {
+    if (Load * load = find_load(i_layer, expert)) {
+        load->given_up = true;
+        load->wanted   = false; // nobody is left to be told
+        reads_.cancel(load->request);
+        reads_.wait(load->request);
+    }
+}
+
+// ---------------------------------------------------------------- prefetch
+
+bool PagedExperts::prefetch(int i_layer, int expert, const std::vector<uint8_t> & keep) {
+    const ExpertCache::Lease lease = cache_->reserve(i_layer, expert, layer(i_layer).all_parts(), keep);
+    if (lease.outcome != ExpertCache::Outcome::load) {
+        return lease.outcome != ExpertCache::Outcome::no_slot;
+    }
+    count_eviction(i_layer, lease.evicted);
+    start(i_layer, expert, lease.slot, lease.missing, ReadPriority::prefetch);
+    stats_.n_prefetch += 1;
+    return true;
+}
+
+void PagedExperts::settle_prefetches(int i_layer, const std::vector<uint8_t> & used) {
+    for (const auto & load : loads_) {
+        if (load->i_layer != i_layer || !load->prefetch || load->wanted || load->given_up) {
+            continue;
+        }
+        if (used[(size_t) load->expert]) {
+            load->wanted = true;
+            stats_.n_prefetch_hits += 1;
+        } else {
+            load->given_up = true;
+            stats_.n_prefetch_cancelled += 1;
+            reads_.cancel(load->request);
+        }
+    }
+    std::vector<uint8_t> & unused = prefetched_[(size_t) i_layer];
+    for (size_t e = 0; e < unused.size(); ++e) {
+        if (!unused[e]) {
+            continue;
+        }
+        if (used[e]) {
+            stats_.n_prefetch_hits += unused[e] == 1;
+            unused[e] = 0;
+        } else if (unused[e] == 1) {
+            stats_.n_prefetch_useless += 1; // so far: it stays until it is evicted
+            unused[e] = 2;
+        }
+    }
+}
+
+// ---------------------------------------------------------------- bookkeeping
+
+void PagedExperts::count_requests(int n_hits, int n_misses) {
+    stats_.n_requests += (uint64_t) (n_hits + n_misses);
+    stats_.n_hits += (uint64_t) n_hits;
+    stats_.n_misses += (uint64_t) n_misses;
 }
 
 void PagedExperts::route(int i_layer, const int32_t * ids, int n_expert_used, int n_tokens) {
+    cache_->routed(i_layer, ids, n_expert_used, n_tokens);
     stats_.n_layer_batches += 1;
     if (i_layer == 0) {
         stats_.n_decode += 1;
@@ -145,9 +269,9 @@ void PagedExperts::route(int i_layer, const int32_t * ids, int n_expert_used, in
 }
 
 mkd_stats PagedExperts::stats() const {
-    mkd_stats stats    = stats_;
-    stats.n_checksums  = store_->n_checksums() - checksums_base_;
-    stats.n_reread     = store_->n_reread() - reread_base_;
+    mkd_stats stats   = stats_;
+    stats.n_checksums = store_->n_checksums() - checksums_base_;
+    stats.n_reread    = store_->n_reread() - reread_base_;
     return stats;
 }
 
@@ -158,8 +282,20 @@ void PagedExperts::reset_stats() {
 }
 
 void PagedExperts::clear() {
-    if (cache_) {
-        stats_.n_evictions += (uint64_t) cache_->clear();
+    if (!cache_) {
+        return;
+    }
+    for (const auto & load : loads_) {
+        load->given_up = true;
+        reads_.cancel(load->request);
+    }
+    for (const auto & load : loads_) {
+        reads_.wait(load->request);
+    }
+    harvest();
+    for (int i_layer = 0; i_layer < n_layers(); ++i_layer) {
+        stats_.n_evictions += (uint64_t) cache_->clear(i_layer);
+        std::fill(prefetched_[(size_t) i_layer].begin(), prefetched_[(size_t) i_layer].end(), 0);
     }
 }
 
@@ -167,9 +303,10 @@ void PagedExperts::set_cold(bool cold) {
     cold_ = cold;
 }
 
-void PagedExperts::end_pass() {
+void PagedExperts::end_pass(int i_layer) {
     if (cold_) {
-        clear();
+        stats_.n_evictions += (uint64_t) cache_->clear(i_layer);
+        std::fill(prefetched_[(size_t) i_layer].begin(), prefetched_[(size_t) i_layer].end(), 0);
     }
 }
 

@@ -19,6 +19,7 @@ namespace {
 constexpr ggml_type kKvTypes[] = { GGML_TYPE_F32,  GGML_TYPE_F16,    GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0,
                                    GGML_TYPE_Q4_1, GGML_TYPE_IQ4_NL, GGML_TYPE_Q5_0, GGML_TYPE_Q5_1 };
 constexpr int32_t   kMaxLanes  = 256;
+constexpr uint64_t  kMaxChunk  = 1u << 30;
 
 void check_range(const char * name, int32_t value, int32_t low, int32_t high) {
     if (value < low || value > high) {
@@ -54,6 +55,8 @@ mkd_session_params default_session_params() {
 #endif
     params.swa_full   = true; // as llama_context_default_params: a new turn of a chat keeps its prefix
     params.verify     = MKD_VERIFY_FIRST;
+    params.prefetch     = MKD_PREFETCH_AUTO;
+    params.cache_policy = MKD_CACHE_LFU;
     params.lora_scale = 1.0f;
     return params;
 }
@@ -75,6 +78,13 @@ void check_session_params(const mkd_session_params & params) {
     }
     check_range("n_threads", params.n_threads, 0, GGML_MAX_N_THREADS);
     check_range("n_lanes", params.n_lanes, 0, kMaxLanes);
+    if (params.io_chunk_bytes % MKD_ALIGN_BYTES != 0 || params.io_chunk_bytes > kMaxChunk) {
+        fail(MKD_ERR_ARG, "io_chunk_bytes %llu: expected a multiple of %d up to %llu, or 0", (unsigned long long) params.io_chunk_bytes,
+             MKD_ALIGN_BYTES, (unsigned long long) kMaxChunk);
+    }
+    check_range("io", params.io, MKD_IO_AUTO, MKD_IO_URING);
+    check_range("prefetch", params.prefetch, MKD_PREFETCH_OFF, MKD_PREFETCH_AUTO);
+    check_range("cache_policy", params.cache_policy, MKD_CACHE_LRU, MKD_CACHE_LFU);
     check_range("verify", params.verify, MKD_VERIFY_FIRST, MKD_VERIFY_OFF);
     check_kv_type("type_k", params.type_k);
     check_kv_type("type_v", params.type_v);

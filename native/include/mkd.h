@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define MKD_ABI_VERSION 1
+#define MKD_ABI_VERSION 2
 #define MKD_ALIGN_BYTES 4096
 
 // ---------------------------------------------------------------- status
@@ -75,6 +75,24 @@ enum mkd_verify {
     MKD_VERIFY_OFF    = 2,
 };
 
+enum mkd_prefetch {
+    MKD_PREFETCH_OFF      = 0,
+    MKD_PREFETCH_ROUTER   = 1, // experts that the next layer's router would choose for this layer's input
+    MKD_PREFETCH_TEMPORAL = 2, // experts that recent tokens used
+    MKD_PREFETCH_AUTO     = 3, // whichever of both is the surer. In every mode only what is expected to save more time than it costs is read
+};
+
+enum mkd_cache_policy {
+    MKD_CACHE_LRU = 0,
+    MKD_CACHE_LFU = 1, // with ageing
+};
+
+enum mkd_io {
+    MKD_IO_AUTO  = 0, // io_uring where the kernel allows it, else pread
+    MKD_IO_PREAD = 1, // a pool of threads
+    MKD_IO_URING = 2, // refused (UNSUPPORTED) where it cannot be had
+};
+
 struct mkd_session_params {
     size_t       struct_bytes;
     const char * path;                // package folder (PAGED) or GGUF file (MMAP, NONE)
@@ -88,7 +106,12 @@ struct mkd_session_params {
     int32_t      n_outputs_max;       // rows of logits that one decode may ask for, >= n_seq_max; 0: n_batch
     int32_t      n_threads;           // compute threads, 0: the machine's cores
     int32_t      type_k, type_v;      // enum ggml_type of the KV cache; -1: F16
-    int32_t      n_lanes;             // parallel reads; 0: 4
+    int32_t      n_lanes;             // parallel reads; 0: from the throttle's curve, else 4
+    uint64_t     io_chunk_bytes;      // of one read, a multiple of MKD_ALIGN_BYTES; 0: from the throttle's curve, else 1 MiB
+    int32_t      io;                  // enum mkd_io
+    int32_t      prefetch;            // enum mkd_prefetch
+    int32_t      cache_policy;        // enum mkd_cache_policy
+    bool         whole_experts;       // compute an expert only when all its tensors are there, instead of gate and up while down is read
     bool         direct_io;           // O_DIRECT where the file system allows it; else buffered, with a note
     bool         use_extra_bufts;     // llama.cpp's repacked weights (dies with SIGILL on AMX machines); default: false on x86, true else
     bool         swa_full;            // full-size cache for sliding-window layers
@@ -100,7 +123,7 @@ struct mkd_session_params {
     const char * device;              // ggml device that computes experts; NULL or "cpu"
 };
 
-// Defaults: n_ctx 4096, n_batch 2048, n_ubatch 512, one sequence, direct I/O, verify first.
+// Defaults: n_ctx 4096, n_batch 2048, n_ubatch 512, one sequence, direct I/O, verify first, prefetch auto, cache LFU.
 MKD_API struct mkd_session_params mkd_session_default_params(void);
 
 // Opens the package, loads the resident weights, builds the context, and gives the rest of the budget to expert slots.
@@ -144,6 +167,9 @@ struct mkd_load_info {
     uint64_t resident_read_bytes;        // bytes read from resident.gguf
     uint64_t routed_requested_bytes;     // bytes of routed ranges that the loader asked for: stdio read-ahead at most
     bool     direct_io;                  // what was really used
+    int32_t  io;                         // likewise: PREAD or URING
+    int32_t  n_lanes;
+    uint64_t io_chunk_bytes;
     char     note[256];                  // e.g. why O_DIRECT was not used; empty if nothing to say
 };
 
@@ -233,18 +259,24 @@ struct mkd_stats {
     uint64_t n_tokens;            // their tokens
     uint64_t n_requests;          // distinct (layer, expert) requested, summed over batches
     uint64_t n_hits;              // of these: every needed tensor was in its slot
-    uint64_t n_misses;            // of these: at least one tensor was read
+    uint64_t n_misses;            // of these: at least one tensor had to be waited for or read
     uint64_t n_evictions;
     uint64_t n_reads;             // read requests sent to storage
     uint64_t read_bytes;          // bytes brought from storage (with padding)
     uint64_t payload_bytes;       // of these: weights
     int64_t  load_us;             // summed over reads: from issue to completion
-    int64_t  stall_us;            // time the compute thread waited for reads
+    int64_t  stall_us;            // time the compute thread had nothing to compute and waited for reads
     int64_t  expert_compute_us;   // time in the inner device's matmul
     uint64_t n_layer_batches;     // (layer, batch) pairs; n_requests / n_layer_batches = unique experts per layer
-    uint64_t n_waves;             // batches whose experts exceeded the slots ran in this many waves in all
+    uint64_t n_waves;             // steps in which layers were computed whose experts were not all there
     uint64_t n_checksums;         // checksums computed
     uint64_t n_reread;            // reads repeated after a checksum mismatch
+    uint64_t n_prefetch;          // experts whose prefetch began
+    uint64_t n_prefetch_hits;     // of these: their layer's next batch used them (also if they were still on their way)
+    uint64_t n_prefetch_useless;  // of these: complete, but their layer's next batch did without
+    uint64_t n_prefetch_cancelled; // of these: given up before they were complete, for the same reason
+    uint64_t prefetch_bytes;      // of read_bytes: by reads that began as prefetch
+    uint64_t prefetch_waste_bytes; // of these: cancelled, or evicted before any use
 };
 MKD_API enum mkd_status mkd_stats_get(mkd_session_t session, struct mkd_stats * out);
 MKD_API enum mkd_status mkd_stats_reset(mkd_session_t session);
@@ -256,12 +288,16 @@ MKD_API enum mkd_status mkd_cache_set_cold(mkd_session_t session, bool cold);
 
 // Hooks. Called on the thread that decodes, inside the decode; must be short and must not block. NULL removes one.
 //   on_route: the router's choice of a layer, ids [n_tokens][n_expert_used] in router order
-//   on_load:  one expert (or some of its tensors) arrived; times are monotonic us
+//   on_load:  one expert (or some of its tensors) arrived; times are monotonic us; kind: enum mkd_load_kind
 //   on_evict: an expert left its slot
+enum mkd_load_kind {
+    MKD_LOAD_KIND_DEMAND   = 0,
+    MKD_LOAD_KIND_PREFETCH = 1, // it began as one; maybe it was asked for meanwhile
+};
 struct mkd_hooks {
     size_t struct_bytes;
     void (*on_route)(int32_t layer, const int32_t * ids, int32_t n_expert_used, int32_t n_tokens, void * user);
-    void (*on_load) (int32_t layer, int32_t expert, uint64_t bytes, int64_t t_queue_us, int64_t t_done_us, void * user);
+    void (*on_load) (int32_t layer, int32_t expert, uint64_t bytes, int64_t t_queue_us, int64_t t_done_us, int32_t kind, void * user);
     void (*on_evict)(int32_t layer, int32_t expert, void * user);
     void * user;
 };

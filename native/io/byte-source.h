@@ -27,6 +27,7 @@ class ByteSource {
     virtual uint64_t            size_bytes() const = 0; // when it was opened
     virtual const std::string & path() const       = 0;
     virtual bool                direct() const     = 0; // reads bypass the page cache
+    virtual int                 fd() const { return -1; } // of a file that is read as it is; -1: only read() gives its bytes
 };
 
 // pread(2), or a stand-in for it that fails on purpose (io/faulty): the same arguments, result and errno. Called from any thread.

@@ -1,8 +1,7 @@
 // io/file-source.cpp: reads of one regular file with pread(2).
 //
-// The choice: blocking pread on the caller's thread (io/lanes gives the parallelism). No io_uring: qemu-user and many phones' shell users have
-// none, and a handful of lanes saturates flash. O_DIRECT where the file system takes it, because experts that pass through the page cache
-// push out exactly the memory that the budget protects.
+// The choice: blocking pread on the caller's thread; io/read-queue gives the parallelism, and reads by fd() with io_uring where it can. O_DIRECT
+// where the file system takes it, because experts that pass through the page cache push out exactly the memory that the budget protects.
 //
 // Guarantees: read() brings every byte or throws; a short read is continued (in direct mode from the last aligned byte), EINTR is repeated.
 // Whether O_DIRECT works is found out by doing it: some file systems take the flag and refuse the read.
@@ -95,12 +94,13 @@ struct FreeDeleter {
 
 class FileSource : public ByteSource {
   public:
-    FileSource(FileDescriptor fd, std::string path, uint64_t size_bytes, bool direct, PreadFunction pread_call)
-        : fd_(std::move(fd)), path_(std::move(path)), size_bytes_(size_bytes), direct_(direct), pread_(std::move(pread_call)) {}
+    FileSource(FileDescriptor fd, std::string path, uint64_t size_bytes, bool direct, bool plain, PreadFunction pread_call)
+        : fd_(std::move(fd)), path_(std::move(path)), size_bytes_(size_bytes), direct_(direct), plain_(plain), pread_(std::move(pread_call)) {}
 
     uint64_t            size_bytes() const override { return size_bytes_; }
     const std::string & path() const override { return path_; }
     bool                direct() const override { return direct_; }
+    int                 fd() const override { return plain_ ? fd_.get() : -1; }
 
     void read(uint64_t offset, void * dst, size_t n) override {
         if (direct_ && (offset % kAlign != 0 || n % kAlign != 0 || (uintptr_t) dst % kAlign != 0)) {
@@ -139,6 +139,7 @@ class FileSource : public ByteSource {
     std::string    path_;
     uint64_t       size_bytes_;
     bool           direct_;
+    bool           plain_; // read by pread(2) itself
     PreadFunction  pread_;
 };
 
@@ -170,7 +171,8 @@ std::unique_ptr<ByteSource> open_file_source(const std::string & path, bool want
     if (note) {
         note->clear();
     }
-    if (!pread_call) {
+    const bool plain = !pread_call;
+    if (plain) {
         pread_call = [](int fd, void * dst, size_t n, off_t offset) { return pread(fd, dst, n, offset); };
     }
     FileDescriptor fd = open_retrying(path);
@@ -200,7 +202,7 @@ std::unique_ptr<ByteSource> open_file_source(const std::string & path, bool want
         // Experts are visited in no order: read-ahead would fetch bytes that nobody asked for. Only advice: its failure changes nothing else.
         (void) posix_fadvise(fd.get(), 0, 0, POSIX_FADV_RANDOM);
     }
-    return std::make_unique<FileSource>(std::move(fd), path, size_bytes, direct, std::move(pread_call));
+    return std::make_unique<FileSource>(std::move(fd), path, size_bytes, direct, plain, std::move(pread_call));
 }
 
 } // namespace mkd

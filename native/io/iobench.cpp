@@ -1,6 +1,6 @@
 // io/iobench.cpp: see iobench.h.
 //
-// Each lane is a thread of its own rather than a Lanes: nothing but the read lies between two reads. The lanes draw block numbers from one
+// Each lane is a thread of its own rather than a read queue: nothing but the read lies between two reads. The lanes draw block numbers from one
 // counter, so a slow lane holds up no other. Order by hashing the counter (a bijection on the next power of two, walked until it lands inside the
 // file): no table, even for a file of terabytes.
 

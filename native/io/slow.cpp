@@ -117,6 +117,27 @@ double curve_bandwidth(const std::vector<CurvePoint> & curve, uint64_t block_byt
     return interpolate(n_lanes, below, bandwidth_at_lanes(curve, block_bytes, below), above, bandwidth_at_lanes(curve, block_bytes, above));
 }
 
+ReadPlan choose_reads(const std::vector<CurvePoint> & curve) {
+    constexpr double kGoodEnough = 0.98;
+    ReadPlan         plan;
+    double           best = 0;
+    for (const bool measure : { true, false }) {
+        uint64_t in_flight = UINT64_MAX;
+        for (size_t chunk = 512u << 10; chunk <= 4u << 20; chunk *= 2) {
+            for (int lanes = 1; lanes <= kMaxPlannedLanes; ++lanes) {
+                const double bandwidth = curve_bandwidth(curve, chunk, lanes);
+                if (measure) {
+                    best = std::max(best, bandwidth);
+                } else if (bandwidth >= kGoodEnough * best && chunk * (uint64_t) lanes < in_flight) {
+                    in_flight = chunk * (uint64_t) lanes;
+                    plan      = { lanes, chunk };
+                }
+            }
+        }
+    }
+    return plan;
+}
+
 // ---------------------------------------------------------------- clock
 
 namespace {

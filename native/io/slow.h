@@ -35,6 +35,15 @@ std::vector<CurvePoint> parse_curve(const std::string & text);
 // The curve is not empty and, as parse_curve guarantees, a full grid.
 double curve_bandwidth(const std::vector<CurvePoint> & curve, uint64_t block_bytes, int n_lanes);
 
+// How to read such a storage: the fewest bytes in flight whose bandwidth is within 2 % of the best that up to kMaxPlannedLanes reads of
+// 512 KiB to 4 MiB give (smaller ones keep a demand waiting for less, but 512 KiB is where flash comes into its own).
+struct ReadPlan {
+    int    n_lanes     = 4; // without a curve: measured on NVMe and virtual disks, any storage is saturated by it
+    size_t chunk_bytes = 1u << 20;
+};
+constexpr int kMaxPlannedLanes = 8;
+ReadPlan      choose_reads(const std::vector<CurvePoint> & curve);
+
 // The time and the sleep of a Throttle: the monotonic clock, or a test's own.
 class ThrottleClock {
   public:

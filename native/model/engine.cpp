@@ -18,6 +18,7 @@
 #include "base/llama-log.h"
 #include "model/memory-plan.h"
 #include "model/resident-loader.h"
+#include "model/routers.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -36,7 +37,6 @@ namespace mkd {
 
 namespace {
 
-constexpr int      kDefaultLanes      = 4;
 constexpr uint64_t kReserveBytes      = 4u << 20; // what llama.cpp and the allocator take while decoding
 constexpr uint64_t kReservePerVocab   = 32;       // candidate lists of the samplers, per vocabulary entry
 
@@ -161,6 +161,7 @@ class LlamaEngine final : public Engine {
         fill_model_info();
         apply_lora();
         if (experts_) {
+            experts_->set_routers(find_routers(model_.get(), experts_->index()));
             give_slots(before);
         } else {
             measure_stock(before);
@@ -223,16 +224,32 @@ class LlamaEngine final : public Engine {
 
 void LlamaEngine::open_package() {
     PackageIndex index   = PackageIndex::open(params_.path);
-    const int    n_lanes = params_.n_lanes > 0 ? params_.n_lanes : kDefaultLanes;
     StoreOptions options;
+    ReadPlan     plan;
     options.direct_io = params_.direct_io;
     options.verify    = (mkd_verify) params_.verify;
     if (params_.throttle && *params_.throttle) {
-        options.throttle = std::make_shared<Throttle>(parse_curve(params_.throttle));
+        const std::vector<CurvePoint> curve = parse_curve(params_.throttle);
+        plan                                = choose_reads(curve);
+        options.throttle                    = std::make_shared<Throttle>(curve);
     }
-    experts_ = std::make_unique<PagedExperts>(ExpertStore::open(std::move(index), options), n_lanes);
-    load_info_.direct_io = experts_->store().direct_io();
-    snprintf(load_info_.note, sizeof load_info_.note, "%s", experts_->store().note().c_str());
+    PagingOptions paging;
+    paging.reads.n_lanes     = params_.n_lanes > 0 ? params_.n_lanes : plan.n_lanes;
+    paging.reads.chunk_bytes = params_.io_chunk_bytes > 0 ? (size_t) params_.io_chunk_bytes : plan.chunk_bytes;
+    paging.reads.engine      = (ReadEngine) params_.io;
+    paging.reads.plain_files = !options.throttle;
+    paging.policy            = params_.cache_policy == MKD_CACHE_LRU ? "lru" : "lfu";
+    paging.prefetch          = (PrefetchMode) params_.prefetch;
+    paging.whole_experts     = params_.whole_experts;
+    experts_                 = std::make_unique<PagedExperts>(ExpertStore::open(std::move(index), options), paging);
+    const ReadQueue & reads   = experts_->reads();
+    const int         n_lanes = reads.n_lanes();
+    load_info_.direct_io      = experts_->store().direct_io();
+    load_info_.io             = reads.engine() == ReadEngine::uring ? MKD_IO_URING : MKD_IO_PREAD;
+    load_info_.n_lanes        = n_lanes;
+    load_info_.io_chunk_bytes = reads.chunk_bytes();
+    const std::string & note = experts_->store().note().empty() ? reads.note() : experts_->store().note();
+    snprintf(load_info_.note, sizeof load_info_.note, "%s", options.throttle ? experts_->store().note().c_str() : note.c_str());
 
     check_budget_holds_weights();
     if (!params_.use_extra_bufts) { // else llama.cpp repacks weights on the way, and reads them from the stream

@@ -54,7 +54,7 @@ GgufStream::~GgufStream() {
     }
     for (Block & block : blocks_) {
         if (block.loading) {
-            lanes_->wait(block.request);
+            reads_->wait(block.request);
         }
     }
 }
@@ -70,7 +70,10 @@ void GgufStream::open_blocks() {
     for (int i = 0; i < kBlocks; ++i) {
         blocks_[(size_t) i].data = memory_.get() + (size_t) i * kBlockBytes;
     }
-    lanes_ = std::make_unique<Lanes>(std::max(1, std::min(n_lanes_, kReadAhead)));
+    ReadQueue::Options options;
+    options.n_lanes     = std::max(1, std::min(n_lanes_, kReadAhead));
+    options.chunk_bytes = kBlockBytes;
+    reads_              = std::make_unique<ReadQueue>(options);
 }
 
 void GgufStream::build_header(const PackageIndex & index) {
@@ -154,7 +157,7 @@ GgufStream::Block & GgufStream::oldest() {
 
 void GgufStream::start(Block & block, int64_t number) {
     if (block.loading) {
-        lanes_->wait(block.request);
+        reads_->wait(block.request);
     }
     const uint64_t offset = (uint64_t) number * kBlockBytes;
     const uint64_t end    = source_->size_bytes();
@@ -162,7 +165,7 @@ void GgufStream::start(Block & block, int64_t number) {
     block.number          = number;
     block.used            = ++clock_;
     block.loading         = true;
-    block.request         = ReadRequest{};
+    block.request.on_section = nullptr;
     block.request.source  = source_.get();
     block.request.offset  = offset;
     block.request.dst     = block.data;
@@ -173,11 +176,11 @@ void GgufStream::start(Block & block, int64_t number) {
         const std::string path = source_->path();
         const size_t      tail = (size_t) (end - whole);
         read_bytes_ += tail;
-        block.request.after_read = [path, whole, tail, offset](ReadRequest & request) {
-            open_file_source(path, false, nullptr)->read(whole, (uint8_t *) request.dst + (whole - offset), tail);
+        block.request.on_section = [path, whole, tail, offset](ReadRequest & request, int) {
+            open_file_source(path, false, nullptr)->read(whole, request.dst + (whole - offset), tail);
         };
     }
-    lanes_->submit(block.request);
+    reads_->submit(block.request);
 }
 
 GgufStream::Block & GgufStream::block(int64_t number) {
@@ -198,7 +201,7 @@ GgufStream::Block & GgufStream::block(int64_t number) {
         }
     }
     if (wanted->loading) {
-        lanes_->wait(wanted->request);
+        reads_->wait(wanted->request);
         wanted->loading = false;
         if (wanted->request.error) {
             wanted->number = -1;

@@ -6,19 +6,20 @@
 // how much of it was touched all the same: stdio's read-ahead.
 //
 // Usually llama.cpp reads the header only, and model/resident-loader.h brings the weights. Where llama.cpp repacks weights on the way
-// (use_extra_bufts), it reads them here: with O_DIRECT in blocks of kBlockBytes by lanes that run ahead. The block buffers are made when first
+// (use_extra_bufts), it reads them here: with O_DIRECT in blocks of kBlockBytes that are read ahead. The block buffers are made when first
 // needed and live as long as the stream.
 //
-// Threads: the FILE* belongs to the loading thread; the lanes are the stream's own.
+// Threads: the FILE* belongs to the loading thread; the read queue is the stream's own.
 
 #pragma once
 
-#include "io/lanes.h"
+#include "io/read-queue.h"
 #include "store/package-index.h"
 
 #include <cstdio>
 #include <memory>
 #include <string>
+#include <deque>
 #include <vector>
 
 namespace mkd {
@@ -83,8 +84,8 @@ class GgufStream {
     uint64_t                    read_bytes_ = 0, hole_bytes_ = 0, clock_ = 0;
     std::exception_ptr          error_;
     std::unique_ptr<uint8_t, void (*)(void *)> memory_;
-    std::vector<Block>          blocks_;
-    std::unique_ptr<Lanes>      lanes_;
+    std::deque<Block>           blocks_; // a request cannot be moved
+    std::unique_ptr<ReadQueue>  reads_;
     FILE *                      file_ = nullptr;
 };
 

@@ -2,38 +2,30 @@
 
 #include "mkd.h"
 
-#include <algorithm>
-
 namespace mkd {
 
 ResidentLoader::ResidentLoader(const std::string & path, bool direct_io, int n_lanes, const HugeMemory & dst)
     : source_(open_file_source(path, direct_io, nullptr)), dst_(dst.data()) {
     const uint64_t end = source_->size_bytes();
     whole_bytes_       = source_->direct() ? end / MKD_ALIGN_BYTES * MKD_ALIGN_BYTES : end; // O_DIRECT cannot ask for a ragged tail
-    requests_.resize((size_t) ((whole_bytes_ + kBlockBytes - 1) / kBlockBytes));
-    lanes_ = std::make_unique<Lanes>(n_lanes);
-    for (size_t i = 0; i < requests_.size(); ++i) {
-        ReadRequest & request = requests_[i];
-        request.source        = source_.get();
-        request.offset        = i * kBlockBytes;
-        request.dst           = dst_ + request.offset;
-        request.bytes         = (size_t) std::min(kBlockBytes, whole_bytes_ - request.offset);
-        lanes_->submit(request);
-    }
+    request_.source    = source_.get();
+    request_.dst       = dst_;
+    request_.bytes     = (size_t) whole_bytes_;
+    ReadQueue::Options options;
+    options.n_lanes     = n_lanes;
+    options.chunk_bytes = kBlockBytes;
+    reads_              = std::make_unique<ReadQueue>(options);
+    reads_->submit(request_);
 }
 
 ResidentLoader::~ResidentLoader() {
-    lanes_.reset();
+    reads_.reset();
 }
 
 uint64_t ResidentLoader::finish() {
-    std::exception_ptr error;
-    for (ReadRequest & request : requests_) {
-        lanes_->wait(request);
-        error = error ? error : request.error;
-    }
-    if (error) {
-        std::rethrow_exception(error);
+    reads_->wait(request_);
+    if (request_.error) {
+        std::rethrow_exception(request_.error);
     }
     const uint64_t end = source_->size_bytes();
     if (end > whole_bytes_) {

@@ -4,16 +4,15 @@
 // no copy, nothing read twice, no page left in the page cache. Reading begins with the constructor and goes on while llama.cpp parses the
 // vocabulary, makes the tensors and reserves the context; finish() waits for the rest. Nothing is computed before.
 //
-// Threads: constructor and finish() on one thread; the lanes are the loader's own.
+// Threads: constructor and finish() on one thread; the read queue is the loader's own.
 
 #pragma once
 
 #include "base/huge-memory.h"
-#include "io/lanes.h"
+#include "io/read-queue.h"
 
 #include <memory>
 #include <string>
-#include <vector>
 
 namespace mkd {
 
@@ -23,7 +22,7 @@ class ResidentLoader {
 
     // dst has room for the whole file and must outlive the loader. Throws Error(IO, NOMEM).
     ResidentLoader(const std::string & path, bool direct_io, int n_lanes, const HugeMemory & dst);
-    ~ResidentLoader(); // waits for what is in flight
+    ~ResidentLoader(); // cancels what is left, waits for what is in flight
 
     // Returns the bytes read. Throws Error(IO).
     uint64_t finish();
@@ -32,8 +31,8 @@ class ResidentLoader {
     std::unique_ptr<ByteSource> source_;
     uint8_t *                   dst_;
     uint64_t                    whole_bytes_; // what aligned reads can bring
-    std::vector<ReadRequest>    requests_;    // one per block
-    std::unique_ptr<Lanes>      lanes_;
+    ReadRequest                 request_;     // all of it
+    std::unique_ptr<ReadQueue>  reads_;
 };
 
 } // namespace mkd

@@ -72,41 +72,38 @@ void ExpertStore::verify(const LayerExperts & layer, int expert, int i_part, uin
     verified_[i_layer][(size_t) expert].fetch_or((uint8_t) (1u << i_part), std::memory_order_relaxed);
 }
 
-int ExpertStore::prepare(const LayerExperts & layer, int expert, uint32_t mask, uint8_t * slot,
-                         std::array<ReadRequest, kMaxParts> & requests) {
-    const ExpertPlace & place   = layer.experts[(size_t) expert];
-    const int           n_parts = (int) layer.parts.size();
-    int                 n       = 0;
-    for (int i = 0; i < n_parts;) {
-        if (!(mask & (1u << i))) {
-            ++i;
-            continue;
-        }
-        const int first = i;
-        size_t    bytes = 0;
-        bool      check = false;
-        for (; i < n_parts && (mask & (1u << i)); ++i) {
-            bytes += layer.parts[(size_t) i].padded_bytes;
-            check |= must_verify(layer, expert, i);
-        }
-        const int     last    = i;
-        ReadRequest & request = requests[(size_t) n++];
-        request               = ReadRequest{};
-        request.source        = shards_[(size_t) place.i_shard].get();
-        request.offset        = place.offset + layer.parts[(size_t) first].offset_bytes;
-        request.dst           = slot + layer.parts[(size_t) first].offset_bytes;
-        request.bytes         = bytes;
-        if (check) {
-            request.after_read = [this, &layer, expert, first, last, slot](ReadRequest &) {
-                for (int p = first; p < last; ++p) {
-                    if (must_verify(layer, expert, p)) {
-                        verify(layer, expert, p, slot + layer.parts[(size_t) p].offset_bytes);
-                    }
-                }
-            };
-        }
+void ExpertStore::prepare(const LayerExperts & layer, int expert, uint32_t mask, uint8_t * slot, bool whole, ReadRequest & request) {
+    const ExpertPlace & place = layer.experts[(size_t) expert];
+    int                 first = 0, last = (int) layer.parts.size() - 1;
+    while (!(mask >> first & 1u)) {
+        ++first;
     }
-    return n;
+    while (!(mask >> last & 1u)) {
+        --last;
+    }
+    const size_t begin = layer.parts[(size_t) first].offset_bytes;
+    bool         check = false;
+    request.source     = shards_[(size_t) place.i_shard].get();
+    request.offset     = place.offset + begin;
+    request.dst        = slot + begin;
+    request.bytes      = layer.parts[(size_t) last].offset_bytes + layer.parts[(size_t) last].padded_bytes - begin;
+    request.n_sections = whole ? 1 : last - first + 1;
+    for (int part = first; part <= last; ++part) {
+        if (!whole) {
+            request.section_end[(size_t) (part - first)] = layer.parts[(size_t) part].offset_bytes + layer.parts[(size_t) part].padded_bytes - begin;
+        }
+        check |= must_verify(layer, expert, part);
+    }
+    request.on_section = nullptr;
+    if (check) {
+        request.on_section = [this, &layer, expert, first, last, slot, whole](ReadRequest &, int i_section) {
+            for (int part = whole ? first : first + i_section; part <= (whole ? last : first + i_section); ++part) {
+                if (must_verify(layer, expert, part)) {
+                    verify(layer, expert, part, slot + layer.parts[(size_t) part].offset_bytes);
+                }
+            }
+        };
+    }
 }
 
 void ExpertStore::read_expert(int layer, int expert, void * dst) {
@@ -117,14 +114,11 @@ void ExpertStore::read_expert(int layer, int expert, void * dst) {
     if ((uintptr_t) dst % kAlignmentBytes != 0) {
         fail(MKD_ERR_ARG, "destination of an expert must be aligned to %zu bytes", kAlignmentBytes);
     }
-    std::array<ReadRequest, kMaxParts> requests;
-    const int                          n = prepare(*experts, expert, experts->all_parts(), (uint8_t *) dst, requests);
-    for (int i = 0; i < n; ++i) {
-        ReadRequest & request = requests[(size_t) i];
-        request.source->read(request.offset, request.dst, request.bytes);
-        if (request.after_read) {
-            request.after_read(request);
-        }
+    ReadRequest request;
+    prepare(*experts, expert, experts->all_parts(), (uint8_t *) dst, true, request);
+    request.source->read(request.offset, request.dst, request.bytes);
+    if (request.on_section) {
+        request.on_section(request, 0);
     }
 }
 

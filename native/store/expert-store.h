@@ -9,12 +9,11 @@
 #pragma once
 
 #include "io/byte-source.h"
-#include "io/lanes.h"
+#include "io/read-queue.h"
 #include "io/slow.h"
 #include "mkd.h"
 #include "store/package-index.h"
 
-#include <array>
 #include <atomic>
 #include <memory>
 #include <string>
@@ -40,9 +39,9 @@ class ExpertStore {
     int      n_expert(int layer) const;
     uint64_t stride_bytes(int layer) const;
 
-    // Fills requests that bring the parts in mask (bit i: part i of the layer) into slot, which has room for the stride and is aligned
-    // to kAlignmentBytes. Adjacent parts are one request. Returns the number of requests.
-    int prepare(const LayerExperts & layer, int expert, uint32_t mask, uint8_t * slot, std::array<ReadRequest, kMaxParts> & requests);
+    // Fills a request that brings the parts in mask (bit i: part i of the layer; parts in between are brought, too) into slot, which has room for
+    // the stride and is aligned to kAlignmentBytes. Its sections are those parts, in order; whole: they are one section, ready when all is there.
+    void prepare(const LayerExperts & layer, int expert, uint32_t mask, uint8_t * slot, bool whole, ReadRequest & request);
 
     // Reads one whole expert, here and now. Throws Error(ARG, IO, CORRUPT).
     void read_expert(int layer, int expert, void * dst);

@@ -59,7 +59,6 @@ class Bench {
     Bench(mkd_session_t session, const Options & options) : session_(session), options_(options) {
         check(mkd_session_model_info(session, &model_));
         tokens_ = read_tokens(options.tokens_file, model_.n_vocab);
-        check(mkd_cache_set_cold(session, options.cold));
     }
 
     void run(const Test & test) {

@@ -19,6 +19,7 @@ SessionPtr load_model(const Options & options) {
     mkd_session_t            handle = nullptr;
     check(mkd_session_init(&params, &handle));
     SessionPtr      session(handle);
+    check(mkd_cache_set_cold(handle, options.cold));
     mkd_model_info  model;
     mkd_memory_info memory;
     mkd_load_info   load;

@@ -67,10 +67,10 @@ class AlignedBlock {
 
     uint8_t * data() const { return data_; }
 
-    // Do the first n bytes hold what ScratchFolder::file wrote at offset?
-    bool holds(uint64_t offset, size_t n) const {
+    // Do n bytes from `from` on hold what ScratchFolder::file wrote at offset?
+    bool holds(uint64_t offset, size_t n, size_t from = 0) const {
         for (size_t i = 0; i < n; i++) {
-            if (data_[i] != pattern_byte(offset + i)) {
+            if (data_[from + i] != pattern_byte(offset + i)) {
                 return false;
             }
         }

@@ -18,11 +18,13 @@ constexpr uint32_t kAll = 0b111;
 
 ExpertCache make_cache(int n_expert, int n_slots, int n_layers = 1) {
     std::vector<ExpertCache::LayerQuota> quotas((size_t) n_layers, { n_expert, n_slots });
-    return ExpertCache(quotas, mkd::make_lru_policy(std::vector<int>((size_t) n_layers, n_slots)));
+    return ExpertCache(quotas, mkd::make_lru_policy(std::vector<int>((size_t) n_layers, n_expert)));
 }
 
-// acquire, load, release: the expert ends up ready
+// route, acquire, load, release: the expert ends up ready
 void bring(ExpertCache & cache, int expert, int i_layer = 0) {
+    const int32_t id = expert;
+    cache.routed(i_layer, &id, 1, 1);
     const ExpertCache::Lease lease = cache.acquire(i_layer, expert, kAll);
     REQUIRE((lease.outcome == Outcome::load || lease.outcome == Outcome::hit));
     if (lease.outcome == Outcome::load) {
@@ -41,7 +43,6 @@ TEST_CASE("cache: free -> loading -> pinned -> ready -> pinned") {
     CHECK(lease.missing == kAll);
     CHECK(lease.evicted == -1);
     CHECK(cache.state(0, 5) == State::loading);
-    CHECK(cache.acquire(0, 5, kAll).outcome == Outcome::busy);
     cache.ready(0, 5, kAll);
     CHECK(cache.state(0, 5) == State::pinned);
     cache.release(0, 5);
@@ -60,6 +61,7 @@ TEST_CASE("cache: a failed load frees the slot") {
     ExpertCache cache = make_cache(8, 1);
     CHECK(cache.acquire(0, 1, kAll).outcome == Outcome::load);
     cache.fail(0, 1);
+    cache.release(0, 1);
     CHECK(cache.state(0, 1) == State::free);
     CHECK(cache.present(0, 1) == 0);
     CHECK(cache.acquire(0, 2, kAll).outcome == Outcome::load);
@@ -99,10 +101,84 @@ TEST_CASE("cache: the least recently used expert leaves") {
     for (const int expert : { 0, 1, 2, 0 }) {
         bring(cache, expert);
     }
-    CHECK(cache.acquire(0, 3, kAll).evicted == 1);
-    cache.ready(0, 3, kAll);
-    cache.release(0, 3);
+    CHECK(cache.victim(0) == 1);
+    bring(cache, 3);
+    CHECK(cache.state(0, 1) == State::free);
+    CHECK(cache.victim(0) == 2);
     CHECK(cache.acquire(0, 4, kAll).evicted == 2);
+}
+
+TEST_CASE("cache: LFU keeps what is used often, until that is long ago") {
+    ExpertCache cache({ { 8, 2 } }, mkd::make_lfu_policy({ 8 }, 0.5));
+    for (const int expert : { 0, 0, 0, 1 }) {
+        bring(cache, expert);
+    }
+    CHECK(cache.victim(0) == 0); // 1/2 + 1/4 + 1/8 < 1
+    bring(cache, 0);
+    bring(cache, 2); // 0: 1/2 + ..., 1: 1/4
+    CHECK(cache.state(0, 1) == State::free);
+    for (int i = 0; i < 8; ++i) {
+        bring(cache, 2);
+    }
+    CHECK(cache.victim(0) == 0);
+}
+
+TEST_CASE("cache: LFU scores survive their own growth") {
+    ExpertCache cache({ { 8, 2 } }, mkd::make_lfu_policy({ 8 }, 0.5));
+    for (int i = 0; i < 5000; ++i) { // 2^5000 is no double
+        bring(cache, i % 2);
+        REQUIRE(cache.victim(0) == (i == 0 ? -1 : 1 - i % 2));
+    }
+}
+
+TEST_CASE("cache: a prefetch takes a slot without a pin, and only from whom it may") {
+    ExpertCache cache = make_cache(8, 2);
+    bring(cache, 0);
+    bring(cache, 1);
+    std::vector<uint8_t> keep(8, 0);
+    keep[0] = keep[1] = 1;
+    CHECK(cache.reserve(0, 2, kAll, keep).outcome == Outcome::no_slot);
+    CHECK(cache.n_present(0) == 2);
+    keep[1] = 0;
+    ExpertCache::Lease lease = cache.reserve(0, 2, kAll, keep);
+    CHECK(lease.outcome == Outcome::load);
+    CHECK(lease.evicted == 1);
+    CHECK(cache.state(0, 2) == State::loading);
+    CHECK(cache.reserve(0, 2, kAll, keep).outcome == Outcome::joined);
+    CHECK(cache.clear(0) == 1); // not what is on its way
+    cache.ready(0, 2, kAll);
+    CHECK(cache.state(0, 2) == State::ready);
+    CHECK(cache.reserve(0, 2, kAll, keep).outcome == Outcome::hit);
+}
+
+TEST_CASE("cache: an expert on its way can be joined, and outlives the end of that read") {
+    ExpertCache                cache = make_cache(8, 1);
+    const std::vector<uint8_t> keep(8, 0);
+    cache.reserve(0, 3, kAll, keep);
+    ExpertCache::Lease lease = cache.acquire(0, 3, kAll);
+    CHECK(lease.outcome == Outcome::joined);
+    CHECK(lease.missing == kAll);
+    CHECK(cache.acquire(0, 4, kAll).outcome == Outcome::no_slot);
+    cache.ready(0, 3, 0b001);
+    CHECK(cache.state(0, 3) == State::loading);
+    cache.fail(0, 3); // given up half-way
+    CHECK(cache.state(0, 3) == State::pinned);
+    CHECK(cache.present(0, 3) == 0b001);
+    lease = cache.acquire(0, 3, kAll);
+    CHECK(lease.outcome == Outcome::load);
+    CHECK(lease.missing == 0b110);
+    cache.ready(0, 3, 0b110);
+    cache.release(0, 3);
+    cache.release(0, 3);
+    CHECK(cache.state(0, 3) == State::ready);
+}
+
+TEST_CASE("cache: a reserved expert that never came leaves a free slot") {
+    ExpertCache cache = make_cache(8, 1);
+    cache.reserve(0, 3, kAll, std::vector<uint8_t>(8, 0));
+    cache.fail(0, 3);
+    CHECK(cache.state(0, 3) == State::free);
+    CHECK(cache.n_present(0) == 0);
 }
 
 TEST_CASE("cache: layers do not push each other out") {
@@ -119,7 +195,7 @@ TEST_CASE("cache: clear drops what is not pinned") {
     bring(cache, 0);
     bring(cache, 1);
     CHECK(cache.acquire(0, 1, kAll).outcome == Outcome::hit);
-    CHECK(cache.clear() == 1);
+    CHECK(cache.clear(0) == 1);
     CHECK(cache.state(0, 0) == State::free);
     CHECK(cache.state(0, 1) == State::pinned);
 }
@@ -149,6 +225,7 @@ TEST_CASE("cache: random walk keeps one slot per expert and one expert per slot"
             REQUIRE(slots.insert(lease.slot).second);
             if (lease.outcome == Outcome::load && rng() % 16 == 0) {
                 cache.fail(0, expert);
+                cache.release(0, expert);
                 slots.erase(lease.slot);
                 const ExpertCache::Lease again = cache.acquire(0, expert, kAll);
                 REQUIRE(again.outcome == Outcome::load);

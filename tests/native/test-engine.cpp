@@ -111,6 +111,10 @@ TEST_CASE("engine: paged equals stock bit for bit at every cache size and batch 
             mkd_session_params paged_params = base_params(tiny.package, MKD_LOAD_PAGED);
             paged_params.n_ubatch           = n_ubatch;
             paged_params.cache_slots        = n_slots;
+            paged_params.prefetch           = MKD_PREFETCH_AUTO;
+            paged_params.whole_experts      = n_slots == 3;
+            paged_params.io                 = n_slots == 2 ? MKD_IO_PREAD : MKD_IO_AUTO;
+            paged_params.io_chunk_bytes     = n_slots == 2 ? MKD_ALIGN_BYTES : 0; // parts arrive one by one
             const auto paged                = Engine::open(paged_params);
             for (const int n_prompt : { 1, 7, 64, 300 }) {
                 if (n_ubatch == 1 && n_prompt == 300) {
@@ -140,10 +144,11 @@ TEST_CASE("engine: counters add up, and a cache that holds everything reads each
     CHECK(stats.payload_bytes == stats.n_misses * engine->model_info().expert_payload_bytes);
     CHECK(stats.n_layer_batches == (uint64_t) TinyPackage::n_layer * 33);
     CHECK(stats.n_checksums == 3 * stats.n_misses);
-    CHECK(stats.n_waves == 0);
+    CHECK(stats.n_prefetch == 0);
+    CHECK(stats.prefetch_bytes == 0);
 }
 
-TEST_CASE("engine: in waves every tensor of every expert is read once per batch") {
+TEST_CASE("engine: with fewer slots than experts every tensor of every expert is read once per batch") {
     const TinyPackage  tiny;
     mkd_session_params params = base_params(tiny.package, MKD_LOAD_PAGED);
     params.cache_slots        = 2;

@@ -3,7 +3,7 @@
 #include "base/error.h"
 #include <doctest/doctest.h>
 #include "io/faulty.h"
-#include "io/lanes.h"
+#include "io/read-queue.h"
 #include "io/slow.h"
 #include "scratch-file.h"
 
@@ -269,13 +269,28 @@ TEST_CASE("slow source: passes bytes and errors through and frees the flash afte
     CHECK_FALSE(source->direct());
 }
 
+TEST_CASE("throttle: how to read follows from the curve") {
+    // more lanes give nothing from 2 on, larger blocks little from 1 MiB on
+    const ReadPlan plan = choose_reads(parse_curve("524288:1:500,524288:2:700,524288:4:700,1048576:1:600,1048576:2:990,1048576:4:990,"
+                                                   "4194304:1:900,4194304:2:1000,4194304:4:1000"));
+    CHECK(plan.n_lanes == 2);
+    CHECK(plan.chunk_bytes == 1u << 20);
+    const ReadPlan flat = choose_reads(parse_curve("4096:1:100"));
+    CHECK(flat.n_lanes == 1);
+    CHECK(flat.chunk_bytes == 512u << 10);
+}
+
 TEST_CASE("slow source: lanes on the real clock") {
     ScratchFolder folder;
     AlignedBlock  blocks(16 * 4096);
     auto          throttle = std::make_shared<Throttle>(parse_curve("4096:1:100000000,4096:4:400000000"));
     const auto    source   = make_slow_source(open_file_source(folder.file("data", 16 * 4096), false, nullptr), throttle);
     std::vector<ReadRequest> requests(16);
-    Lanes                    lanes(4);
+    ReadQueue::Options options;
+    options.chunk_bytes = 64 << 10;
+    options.plain_files = false;
+    ReadQueue lanes(options);
+    CHECK(lanes.engine() == ReadEngine::pool);
     for (size_t i = 0; i < 16; i++) {
         requests[i].source = source.get();
         requests[i].offset = i * 4096;

@@ -29,6 +29,16 @@ Ubatch = Annotated[int, typer.Option("-ub", "--ubatch", "--ubatch-size", metavar
 TypeK = Annotated[str, typer.Option("-ctk", "--cache-type-k", metavar="TYPE", help="Type of the KV cache's keys.")]
 TypeV = Annotated[str, typer.Option("-ctv", "--cache-type-v", metavar="TYPE", help="Type of the KV cache's values.")]
 Lanes = Annotated[int, typer.Option("--lanes", metavar="N", min=0, help="Reads in flight; 0: the engine's choice.")]
+IoEngine = Annotated[Literal["auto", "pread", "uring"], typer.Option("--io", help="How files are read.")]
+IoChunk = Annotated[
+    int, typer.Option("--io-chunk", metavar="SIZE", parser=size_option, help="Bytes of one read; 0: the engine's.")
+]
+Prefetch = Annotated[
+    Literal["off", "router", "temporal", "auto"], typer.Option("--prefetch", help="Who predicts what to read ahead.")
+]
+CachePolicy = Annotated[Literal["lru", "lfu"], typer.Option("--cache-policy", help="Who leaves a full cache.")]
+WholeExperts = Annotated[bool, typer.Option("--whole-experts", help="Compute an expert only when all of it is here.")]
+Cold = Annotated[bool, typer.Option("--cold", help="Drop every expert after each pass.")]
 Buffered = Annotated[bool, typer.Option("--buffered", help="Read through the page cache instead of O_DIRECT.")]
 Verify = Annotated[Literal["first", "always", "off"], typer.Option("--verify", help="When checksums are compared.")]
 ExtraBufts = Annotated[
@@ -78,6 +88,12 @@ def run(
     type_k: TypeK = "f16",
     type_v: TypeV = "f16",
     n_lanes: Lanes = 0,
+    io: IoEngine = "auto",
+    io_chunk: IoChunk = "0",  # type: ignore[assignment]  # parsed like an argument
+    prefetch: Prefetch = "auto",
+    cache_policy: CachePolicy = "lfu",
+    whole_experts: WholeExperts = False,
+    cold: Cold = False,
     buffered: Buffered = False,
     verify: Verify = "first",
     extra_bufts: ExtraBufts = None,
@@ -107,6 +123,12 @@ def run(
         type_k=type_k,
         type_v=type_v,
         n_lanes=n_lanes,
+        io=io,
+        io_chunk=io_chunk,
+        prefetch=prefetch,
+        cache_policy=cache_policy,
+        whole_experts=whole_experts,
+        cold=cold,
         buffered=buffered,
         verify=verify,
         extra_bufts=extra_bufts,
@@ -153,7 +175,7 @@ def bench(
         int | None, typer.Option("--memory-cap", metavar="SIZE", parser=size_option, help="cgroup limit.")
     ] = None,
     drop_caches: Annotated[bool, typer.Option("--drop-caches", help="Empty the page cache first (root).")] = False,
-    cold: Annotated[bool, typer.Option("--cold", help="Drop every expert after each pass.")] = False,
+    cold: Cold = False,
     warmup: Annotated[bool, typer.Option("--warmup/--no-warmup", help="One repetition that is not counted.")] = True,
     n_ctx: Annotated[int, typer.Option("-c", "--ctx-size", metavar="N", min=0, help="0: what the tests need.")] = 0,
     n_threads: Annotated[str, typer.Option("-t", "--threads", metavar="N,…", help="0: one per core.")] = "0",
@@ -164,6 +186,13 @@ def bench(
     type_k: Annotated[str, typer.Option("-ctk", "--cache-type-k", metavar="TYPE,…", help="KV cache: keys.")] = "f16",
     type_v: Annotated[str, typer.Option("-ctv", "--cache-type-v", metavar="TYPE,…", help="KV cache: values.")] = "f16",
     n_lanes: Annotated[str, typer.Option("--lanes", metavar="N,…", help="Reads in flight; 0: the engine's.")] = "0",
+    io_chunk: Annotated[str, typer.Option("--io-chunk", metavar="SIZE,…", help="Of one read; 0: the engine's.")] = "0",
+    prefetch: Annotated[
+        str, typer.Option("--prefetch", metavar="MODE,…", help="off, router, temporal, auto: who predicts.")
+    ] = "auto",
+    cache_policy: Annotated[str, typer.Option("--cache-policy", metavar="NAME,…", help="lru, lfu.")] = "lfu",
+    io: IoEngine = "auto",
+    whole_experts: WholeExperts = False,
     buffered: Buffered = False,
     verify: Verify = "first",
     extra_bufts: ExtraBufts = None,
@@ -205,8 +234,14 @@ def bench(
         type_k=names(type_k),
         type_v=names(type_v),
         n_lanes=ints(n_lanes),
+        io_chunk=bench_module.parse_size_list(io_chunk),
+        prefetch=names(prefetch),
+        cache_policy=names(cache_policy),
         engine=EngineOptions(
             load=load,
+            io=io,
+            whole_experts=whole_experts,
+            cold=cold,
             buffered=buffered,
             verify=verify,
             extra_bufts=extra_bufts,
@@ -220,7 +255,6 @@ def bench(
         seed=seed,
         compare=compare,
         profile=profile,
-        cold=cold,
         warmup=warmup,
         drop_caches=drop_caches,
         memory_cap=memory_cap,

@@ -196,7 +196,9 @@ class _Bench:
             memory_cap_bytes=cap.effective_bytes,
             page_cache=page_cache,
             tokens_source=self.tokens_source,
-            cold=self.options.cold and engine.load == "paged",
+            cold=engine.cold,
+            prefetch=engine.prefetch if engine.load == "paged" else "off",
+            policy=engine.cache_policy if engine.load == "paged" else "none",
             mkdeploy_version=mkdeploy.__version__,
         )
         return [

@@ -16,6 +16,10 @@ from mkdeploy.sizes import parse_size
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?", re.ASCII)
 MAX_LIST = 1000
+_OURS = (  # options that stock llama.cpp does not have
+    *("memory", "cache_slots", "n_lanes", "buffered", "io", "io_chunk", "prefetch", "cache_policy", "whole_experts"),
+    *("cold", "verify", "device"),
+)
 CAP_MARGIN_BYTES = 64 * 2**20  # a cgroup limit above the budget: code, stacks, page cache of the resident file
 
 
@@ -66,14 +70,13 @@ class BenchOptions:
     Attributes:
         n_prompt, n_gen: tokens of the pp and tg tests; 0 skips the kind, as in llama-bench.
         reps: counted repetitions of each test, >= 1.
-        memory, cache_slots, n_batch, …: lists that replace the fields of `engine` with the same names.
+        memory, cache_slots, prefetch, …: lists that replace the fields of `engine` with the same names.
         engine: everything else.
         n_ctx: context; 0: as large as the tests need.
         text: the file whose tokens are fed; None: the sample that comes with the toolkit.
         random_tokens: uniform random ids instead, from `seed`.
         compare: "mmap": stock llama.cpp on the merged GGUF under the same limit, in turn with ours.
         profile: slow reads down to this phone's flash; rows are then labelled emulated.
-        cold: drop every expert after each pass.
         warmup: one repetition that is not counted.
         drop_caches: empty the page cache before each process (needs root).
         memory_cap: cgroup limit in bytes; None: the budget and CAP_MARGIN_BYTES if `compare`, else none.
@@ -90,6 +93,9 @@ class BenchOptions:
     type_k: tuple[str, ...] = ("f16",)
     type_v: tuple[str, ...] = ("f16",)
     n_lanes: tuple[int, ...] = (0,)
+    io_chunk: tuple[int, ...] = (0,)
+    prefetch: tuple[str, ...] = ("auto",)
+    cache_policy: tuple[str, ...] = ("lfu",)
     engine: EngineOptions = field(default_factory=EngineOptions)
     n_ctx: int = 0
     text: Path | None = None
@@ -97,7 +103,6 @@ class BenchOptions:
     seed: int = 0
     compare: str | None = None
     profile: str | None = None
-    cold: bool = False
     warmup: bool = True
     drop_caches: bool = False
     memory_cap: int | None = None
@@ -136,6 +141,7 @@ def combinations(options: BenchOptions, throttle: str | None = None) -> list[Eng
     """
     n_ctx = options.n_ctx or max(n_prompt + n_gen for n_prompt, n_gen in options.tests)
     names = ("memory", "cache_slots", "n_batch", "n_ubatch", "n_threads", "type_k", "type_v", "n_lanes")
+    names += ("io_chunk", "prefetch", "cache_policy")
     lists: Sequence[tuple[object, ...]] = [getattr(options, name) for name in names]
     base = dataclasses.replace(options.engine, n_ctx=n_ctx, throttle=throttle or options.engine.throttle)
     return [
@@ -151,12 +157,10 @@ def bench_argv(
     argv = ["bench", *engine.argv(model), "--tokens", str(tokens), "-r", str(reps)]
     for n_prompt, n_gen in options.tests:
         argv += ["-p", str(n_prompt)] if n_prompt else ["-n", str(n_gen)]
-    argv += ["--cold"] if options.cold and engine.load == "paged" else []
     return argv + ([] if options.warmup else ["--no-warmup"])
 
 
 def baseline(engine: EngineOptions) -> EngineOptions:
-    """The stock counterpart of a paged setting: mapped, no budget, everything else alike."""
-    return dataclasses.replace(
-        engine, load="mmap", memory=0, cache_slots=0, n_lanes=0, buffered=False, verify="first", device=None
-    )
+    """The stock counterpart of a paged setting: mapped, no budget, everything that llama.cpp has alike."""
+    ours = {f.name: f.default for f in dataclasses.fields(EngineOptions) if f.name in _OURS}
+    return dataclasses.replace(engine, **{**ours, "load": "mmap"})

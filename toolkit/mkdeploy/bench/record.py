@@ -21,6 +21,7 @@ from mkdeploy.engine.info import Stats
 from mkdeploy.errors import UsageError
 from mkdeploy.sizes import format_size
 
+IO_NAMES = ("auto", "pread", "uring")  # enum mkd_io
 FORMATS = ("md", "json", "jsonl", "csv")
 
 # llama-bench's test::get_fields(), in its order; json adds samples_ns and samples_ts.
@@ -99,7 +100,13 @@ class Record:
     itl_ms_p99: float | None
     rss_peak_bytes: int
     majflt_per_token: float | None
-    policy: str
+    policy: str  # of the expert cache
+    prefetch: str
+    prefetch_hit_rate: float | None
+    prefetch_waste_bytes: int | None  # all repetitions
+    io: str  # "uring" | "pread"
+    n_lanes: int
+    io_chunk_bytes: int
     emulated: bool
     device: str
     serial_model: str
@@ -151,6 +158,8 @@ class Setting:
     page_cache: str
     tokens_source: str
     cold: bool
+    prefetch: str
+    policy: str
     mkdeploy_version: str
 
 
@@ -259,7 +268,13 @@ def make_record(
         itl_ms_p99=p99,
         rss_peak_bytes=test.rss_peak_bytes,
         majflt_per_token=per_token(sum(test.majflt), bool(test.majflt)),
-        policy="lru" if paged else "none",
+        policy=setting.policy,
+        prefetch=setting.prefetch,
+        prefetch_hit_rate=stats.prefetch_hit_rate,
+        prefetch_waste_bytes=stats.prefetch_waste_bytes if paged else None,
+        io=IO_NAMES[loaded.load.io] if paged else "none",
+        n_lanes=loaded.load.n_lanes,
+        io_chunk_bytes=loaded.load.io_chunk_bytes,
         emulated=setting.emulated,
         device=setting.device,
         serial_model=setting.serial_model,

@@ -14,8 +14,10 @@ import numpy.typing as npt
 from mkdeploy.bindings import signatures as c
 
 OnRoute = Callable[[int, npt.NDArray[np.int32]], object]
-OnLoad = Callable[[int, int, int, int, int], object]
+OnLoad = Callable[[int, int, int, int, int, str], object]
 OnEvict = Callable[[int, int], object]
+
+_KINDS = {c.LoadKind.MKD_LOAD_KIND_DEMAND: "demand", c.LoadKind.MKD_LOAD_KIND_PREFETCH: "prefetch"}
 
 
 def make_hooks(
@@ -42,8 +44,10 @@ def make_hooks(
         hooks.on_route = c.on_route_callback(route)
     if on_load is not None:
 
-        def load(layer: int, expert: int, n_bytes: int, queue_us: int, done_us: int, user: int | None) -> None:
-            guarded(on_load, layer, expert, n_bytes, queue_us, done_us)
+        def load(
+            layer: int, expert: int, n_bytes: int, queue_us: int, done_us: int, kind: int, user: int | None
+        ) -> None:
+            guarded(on_load, layer, expert, n_bytes, queue_us, done_us, _KINDS[c.LoadKind(kind)])
 
         hooks.on_load = c.on_load_callback(load)
     if on_evict is not None:

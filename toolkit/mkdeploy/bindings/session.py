@@ -37,6 +37,9 @@ __all__ = ["Generated", "Session", "Store", "Token"]
 T = TypeVar("T")
 LoadName = Literal["paged", "mmap", "none"]
 VerifyName = Literal["first", "always", "off"]
+PrefetchName = Literal["off", "router", "temporal", "auto"]
+CachePolicyName = Literal["lru", "lfu"]
+IoName = Literal["auto", "pread", "uring"]
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 
@@ -58,6 +61,11 @@ class Session:
         load: "paged" (package), "mmap" or "none" (a stock GGUF, mapped or read whole).
         type_k, type_v: KV cache types.
         n_lanes: parallel reads; 0: the engine's default.
+        io_chunk: bytes of one read, a multiple of 4096; 0: the engine's default.
+        io: "uring" or "pread"; "auto": io_uring where the kernel allows it.
+        prefetch: "off", or which predictor may have experts read ahead: "router", "temporal", "auto" (both).
+        cache_policy: who leaves a full layer: "lru" or "lfu" (with ageing).
+        whole_experts: compute an expert only when all its tensors are there.
         direct_io: read past the page cache where the file system allows it.
         use_extra_bufts, swa_full, kv_unified: llama.cpp's; None: the engine's default.
         verify: when experts' checksums are checked: "first", "always" or "off".
@@ -87,6 +95,11 @@ class Session:
         type_k: str = "f16",
         type_v: str = "f16",
         n_lanes: int = 0,
+        io_chunk: int = 0,
+        io: IoName = "auto",
+        prefetch: PrefetchName = "auto",
+        cache_policy: CachePolicyName = "lfu",
+        whole_experts: bool = False,
         direct_io: bool = True,
         use_extra_bufts: bool | None = None,
         swa_full: bool | None = None,
@@ -111,11 +124,17 @@ class Session:
         params.load = choice(c.Load, "MKD_LOAD", load, "load")
         params.memory_budget_bytes = parse_size(memory) if isinstance(memory, str) else memory or 0
         params.verify = choice(c.Verify, "MKD_VERIFY", verify, "verify")
+        params.prefetch = choice(c.Prefetch, "MKD_PREFETCH", prefetch, "prefetch")
+        params.cache_policy = choice(c.CachePolicy, "MKD_CACHE", cache_policy, "cache_policy")
+        params.io = choice(c.Io, "MKD_IO", io, "io")
         params.type_k, params.type_v = kv_type(type_k, "type_k"), kv_type(type_v, "type_v")
         params.lora_path = None if lora is None else fsencode(lora)
         params.lora_scale = lora_scale
         params.throttle = None if throttle is None else throttle.encode()
         params.device = None if device is None else device.encode()
+        if io_chunk < 0:
+            raise UsageError(f"io_chunk={io_chunk} is out of range; expected a multiple of 4096, or 0")
+        params.io_chunk_bytes, params.whole_experts = io_chunk, whole_experts
         numbers = {"cache_slots": cache_slots, "n_ctx": n_ctx, "n_batch": n_batch, "n_ubatch": n_ubatch}
         numbers |= {"n_seq_max": n_seq_max, "n_outputs_max": n_outputs_max, "n_threads": n_threads, "n_lanes": n_lanes}
         for name, value in numbers.items():

@@ -39,7 +39,7 @@ from typing import Any
 
 from mkdeploy.errors import MkdeployError
 
-MKD_ABI_VERSION = 1
+MKD_ABI_VERSION = 2
 MKD_ALIGN_BYTES = 4096
 
 
@@ -76,6 +76,37 @@ class Verify(IntEnum):
     MKD_VERIFY_OFF = 2
 
 
+class Prefetch(IntEnum):
+    """enum mkd_prefetch"""
+
+    MKD_PREFETCH_OFF = 0
+    MKD_PREFETCH_ROUTER = 1
+    MKD_PREFETCH_TEMPORAL = 2
+    MKD_PREFETCH_AUTO = 3
+
+
+class CachePolicy(IntEnum):
+    """enum mkd_cache_policy"""
+
+    MKD_CACHE_LRU = 0
+    MKD_CACHE_LFU = 1
+
+
+class Io(IntEnum):
+    """enum mkd_io"""
+
+    MKD_IO_AUTO = 0
+    MKD_IO_PREAD = 1
+    MKD_IO_URING = 2
+
+
+class LoadKind(IntEnum):
+    """enum mkd_load_kind"""
+
+    MKD_LOAD_KIND_DEMAND = 0
+    MKD_LOAD_KIND_PREFETCH = 1
+
+
 class Stop(IntEnum):
     """enum mkd_stop"""
 
@@ -102,6 +133,11 @@ class mkd_session_params(Structure):
         ("type_k", c_int32),
         ("type_v", c_int32),
         ("n_lanes", c_int32),
+        ("io_chunk_bytes", c_uint64),
+        ("io", c_int32),
+        ("prefetch", c_int32),
+        ("cache_policy", c_int32),
+        ("whole_experts", c_bool),
         ("direct_io", c_bool),
         ("use_extra_bufts", c_bool),
         ("swa_full", c_bool),
@@ -160,6 +196,9 @@ class mkd_load_info(Structure):
         ("resident_read_bytes", c_uint64),
         ("routed_requested_bytes", c_uint64),
         ("direct_io", c_bool),
+        ("io", c_int32),
+        ("n_lanes", c_int32),
+        ("io_chunk_bytes", c_uint64),
         ("note", c_char * 256),
     )
 
@@ -206,13 +245,19 @@ class mkd_stats(Structure):
         ("n_waves", c_uint64),
         ("n_checksums", c_uint64),
         ("n_reread", c_uint64),
+        ("n_prefetch", c_uint64),
+        ("n_prefetch_hits", c_uint64),
+        ("n_prefetch_useless", c_uint64),
+        ("n_prefetch_cancelled", c_uint64),
+        ("prefetch_bytes", c_uint64),
+        ("prefetch_waste_bytes", c_uint64),
     )
 
 
 # A callback's text is not zero-terminated: it comes as an address.
 mkd_token_callback = CFUNCTYPE(c_bool, c_int32, c_void_p, c_size_t, c_int64, c_void_p)
 on_route_callback = CFUNCTYPE(None, c_int32, POINTER(c_int32), c_int32, c_int32, c_void_p)
-on_load_callback = CFUNCTYPE(None, c_int32, c_int32, c_uint64, c_int64, c_int64, c_void_p)
+on_load_callback = CFUNCTYPE(None, c_int32, c_int32, c_uint64, c_int64, c_int64, c_int32, c_void_p)
 on_evict_callback = CFUNCTYPE(None, c_int32, c_int32, c_void_p)
 
 

@@ -92,6 +92,9 @@ class LoadInfo:
     resident_read_bytes: int
     routed_requested_bytes: int
     direct_io: bool
+    io: int
+    n_lanes: int
+    io_chunk_bytes: int
     note: str
 
 
@@ -115,6 +118,12 @@ class Stats:
     n_waves: int = 0
     n_checksums: int = 0
     n_reread: int = 0
+    n_prefetch: int = 0
+    n_prefetch_hits: int = 0
+    n_prefetch_useless: int = 0
+    n_prefetch_cancelled: int = 0
+    prefetch_bytes: int = 0
+    prefetch_waste_bytes: int = 0
 
     def __add__(self, other: "Stats") -> "Stats":
         return Stats(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
@@ -123,6 +132,11 @@ class Stats:
     def hit_rate(self) -> float | None:
         """Requests whose expert was whole in its slot, 0..1; None without requests."""
         return self.n_hits / self.n_requests if self.n_requests else None
+
+    @property
+    def prefetch_hit_rate(self) -> float | None:
+        """Prefetches whose expert was used by its layer's next batch, 0..1; None without prefetches."""
+        return self.n_prefetch_hits / self.n_prefetch if self.n_prefetch else None
 
     @property
     def unique_experts_per_layer(self) -> float | None:

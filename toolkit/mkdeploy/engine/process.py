@@ -25,6 +25,11 @@ from mkdeploy.errors import MkdeployError, UsageError
 
 EXIT_WAIT_S = 5.0  # for a child that was told to end
 STDERR_LINES = 40  # kept for the message of a crash
+CHOICES = {
+    "prefetch": ("off", "router", "temporal", "auto"),
+    "cache_policy": ("lru", "lfu"),
+    "io": ("auto", "pread", "uring"),
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,10 @@ class EngineOptions:
         load: "paged" (a package), "mmap" or "none" (a stock GGUF).
         memory: budget in bytes; 0: none.
         cache_slots: expert slots per MoE layer.
+        io_chunk: bytes of one read.
+        prefetch: which predictor may have experts read ahead.
+        whole_experts: compute an expert only when all its tensors are there.
+        cold: drop every expert of a layer after each pass. Packages only.
         lora, grammar files and the like are paths on the machine that runs the engine.
     """
 
@@ -49,6 +58,12 @@ class EngineOptions:
     type_k: str = "f16"
     type_v: str = "f16"
     n_lanes: int = 0
+    io: str = "auto"
+    io_chunk: int = 0
+    prefetch: str = "auto"
+    cache_policy: str = "lfu"
+    whole_experts: bool = False
+    cold: bool = False
     buffered: bool = False
     verify: str = "first"
     extra_bufts: bool | None = None
@@ -58,13 +73,13 @@ class EngineOptions:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("memory", "cache_slots", "n_ctx", "n_threads", "n_lanes"):
+        for name in ("memory", "cache_slots", "n_ctx", "n_threads", "n_lanes", "io_chunk"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected 0 or more")
         for name in ("n_batch", "n_ubatch", "n_parallel"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected 1 or more")
-        for name, known in {"load": ("paged", "mmap", "none"), "verify": ("first", "always", "off")}.items():
+        for name, known in {"load": ("paged", "mmap", "none"), "verify": ("first", "always", "off"), **CHOICES}.items():
             if getattr(self, name) not in known:
                 raise UsageError(f"{name} is '{getattr(self, name)}'; expected one of {', '.join(known)}")
 
@@ -75,6 +90,8 @@ class EngineOptions:
             **{"load": "--load", "memory": "--memory", "cache_slots": "--cache-slots", "n_ctx": "-c", "n_batch": "-b"},
             **{"n_ubatch": "-ub", "n_threads": "-t", "n_parallel": "--parallel", "type_k": "-ctk", "type_v": "-ctv"},
             **{"n_lanes": "--lanes", "buffered": "--buffered", "verify": "--verify", "extra_bufts": "--extra-bufts"},
+            **{"io": "--io", "io_chunk": "--io-chunk", "prefetch": "--prefetch", "cache_policy": "--cache-policy"},
+            **{"whole_experts": "--whole-experts", "cold": "--cold"},
             **{"lora": "--lora", "lora_scale": "--lora-scale", "throttle": "--throttle", "device": "--device"},
         }
         argv = ["-m", str(model)]
@@ -83,7 +100,7 @@ class EngineOptions:
             if value == getattr(default, field.name):
                 continue
             flag = flags[field.name]
-            if field.name == "buffered":
+            if field.name in ("buffered", "whole_experts", "cold"):
                 argv.append(flag)
             else:
                 argv += [flag, str(int(value)) if isinstance(value, bool) else str(value)]
@@ -92,6 +109,7 @@ class EngineOptions:
     def session(self) -> dict[str, Any]:
         """The same options as keyword arguments of `mkdeploy.Session` (without n_ctx, n_batch, n_ubatch)."""
         same = ("memory", "cache_slots", "n_threads", "type_k", "type_v", "n_lanes", "verify", "lora", "lora_scale")
+        same += ("io", "io_chunk", "prefetch", "cache_policy", "whole_experts")
         renamed = {"direct_io": not self.buffered, "use_extra_bufts": self.extra_bufts, "n_seq_max": self.n_parallel}
         return {name: getattr(self, name) for name in (*same, "load", "throttle", "device")} | renamed
 
