@@ -272,6 +272,7 @@ mkd_stats PagedExperts::stats() const {
     mkd_stats stats   = stats_;
     stats.n_checksums = store_->n_checksums() - checksums_base_;
     stats.n_reread    = store_->n_reread() - reread_base_;
+    stats.io_busy_us  = reads_.meter().busy_us - busy_base_us_;
     return stats;
 }
 
@@ -279,6 +280,7 @@ void PagedExperts::reset_stats() {
     stats_          = mkd_stats{};
     checksums_base_ = store_->n_checksums();
     reread_base_    = store_->n_reread();
+    busy_base_us_   = reads_.meter().busy_us;
 }
 
 void PagedExperts::clear() {

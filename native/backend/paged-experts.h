@@ -140,6 +140,7 @@ class PagedExperts {
     mkd_hooks                    hooks_{};
     mkd_stats                    stats_{};
     uint64_t                     checksums_base_ = 0, reread_base_ = 0;
+    int64_t                      busy_base_us_ = 0;
     bool                         cold_ = false;
 
     std::vector<std::unique_ptr<Load>> loads_; // in flight, in the order of submission

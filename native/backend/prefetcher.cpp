@@ -171,9 +171,3 @@ void Prefetcher::plan(PagedExperts & experts, int i_layer, const ggml_tensor & i
 }
 
 } // namespace mkd
-namespace mkd {
-Prefetcher::~Prefetcher() {
-    fprintf(stderr, "window decode %.0f batch %.0f us, rate %.0f B/us, victim %.3f\n", admission_.window_us(true), admission_.window_us(false), admission_.bytes_per_us(), admission_.p_victim());
-    for (int s = 0; s < 2; ++s) { for (int r = 0; r < 8; ++r) fprintf(stderr, " %.2f", admission_.p({0, (Predictor) s, r})); fprintf(stderr, "\n"); }
-}
-}

@@ -20,7 +20,6 @@ namespace mkd {
 class Prefetcher {
   public:
     // This layer's experts were chosen (used [n_expert]), before any is read.
-    ~Prefetcher();
     void observe(PagedExperts & experts, int i_layer, const std::vector<uint8_t> & used);
     // This layer's demand reads are on their way. input: what its experts are given, F32 [n_embd, 1, n_tokens].
     void plan(PagedExperts & experts, int i_layer, const ggml_tensor & input, int n_expert_used, InnerBackend & inner);

@@ -265,6 +265,7 @@ struct mkd_stats {
     uint64_t read_bytes;          // bytes brought from storage (with padding)
     uint64_t payload_bytes;       // of these: weights
     int64_t  load_us;             // summed over reads: from issue to completion
+    int64_t  io_busy_us;          // time in which at least one read ran
     int64_t  stall_us;            // time the compute thread had nothing to compute and waited for reads
     int64_t  expert_compute_us;   // time in the inner device's matmul
     uint64_t n_layer_batches;     // (layer, batch) pairs; n_requests / n_layer_batches = unique experts per layer

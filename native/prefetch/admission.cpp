@@ -31,8 +31,13 @@ void PrefetchAdmission::saw_reads(uint64_t bytes, int64_t busy_us) {
 }
 
 void PrefetchAdmission::saw_window(bool decode, double us) {
-    double & mean = window_us_[decode ? 0 : 1];
-    mean          = mean > 0 ? mean + kWindowWeight * (us - mean) : us;
+    double & mean      = window_us_[decode ? 0 : 1];
+    double & deviation = deviation_us_[decode ? 0 : 1];
+    if (mean <= 0) {
+        mean = us;
+    }
+    deviation += kWindowWeight * (std::abs(us - mean) - deviation);
+    mean += kWindowWeight * (us - mean);
 }
 
 std::vector<Prediction> PrefetchAdmission::admit(std::vector<Prediction> predictions, bool decode, uint64_t stride_bytes, uint64_t chunk_bytes,

@@ -7,6 +7,7 @@
 //     cost = (1 - p) * t_late + p_victim * t_load
 //
 //   p         share of predictions of this kind and rank that came true, of experts that were not in the cache
+//   window    mean and two mean absolute deviations of what was seen: a sure read that begins too early only comes before its own demand
 //   t_load    bytes of the expert / measured rate of the storage
 //   t_late    what a useless read delays the demand that overtakes it: the chunks in flight, where the prefetch does not end within the window
 //   p_victim  how often the expert that would be pushed out was used in its layer's next batch; 0 where a slot is free
@@ -50,13 +51,16 @@ class PrefetchAdmission {
 
     double p(const Prediction & prediction) const;
     double p_victim() const { return p_victim_; }
-    double window_us(bool decode) const { return window_us_[decode ? 0 : 1]; }
+    double window_us(bool decode) const { // it may be longer than usual
+        return window_us_[decode ? 0 : 1] + kDeviations * deviation_us_[decode ? 0 : 1];
+    }
     double bytes_per_us() const { return busy_us_ > 0 ? bytes_ / busy_us_ : 0; } // 0: not known yet
 
   private:
     static constexpr double kPredictionWeight = 0.02; // of a new sample in the running mean
     static constexpr double kVictimWeight     = 0.01;
     static constexpr double kWindowWeight     = 0.05;
+    static constexpr double kDeviations       = 2;    // mean absolute ones
     static constexpr double kRateMemoryUs     = 2e6;  // busy time after which a measurement has lost half its weight
 
     struct Precisions {
@@ -69,7 +73,7 @@ class PrefetchAdmission {
     }
     // before anything was seen: optimistic enough to try
     std::array<Precisions, 2> precision_{ start(0.5), start(0.25) };
-    std::array<double, 2>     window_us_{ 0, 0 };
+    std::array<double, 2>     window_us_{ 0, 0 }, deviation_us_{ 0, 0 };
     double                    p_victim_ = 0.1;
     double                    bytes_ = 0, busy_us_ = 0;
     uint64_t                  bytes_seen_ = 0;

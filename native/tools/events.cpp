@@ -57,7 +57,7 @@ Json to_json(const mkd_load_info & s) {
 
 Json to_json(const mkd_stats & s) {
     return { FIELD(n_decode), FIELD(n_tokens), FIELD(n_requests), FIELD(n_hits), FIELD(n_misses), FIELD(n_evictions), FIELD(n_reads),
-             FIELD(read_bytes), FIELD(payload_bytes), FIELD(load_us), FIELD(stall_us), FIELD(expert_compute_us), FIELD(n_layer_batches),
+             FIELD(read_bytes), FIELD(payload_bytes), FIELD(load_us), FIELD(io_busy_us), FIELD(stall_us), FIELD(expert_compute_us), FIELD(n_layer_batches),
              FIELD(n_waves), FIELD(n_checksums), FIELD(n_reread), FIELD(n_prefetch), FIELD(n_prefetch_hits), FIELD(n_prefetch_useless),
              FIELD(n_prefetch_cancelled), FIELD(prefetch_bytes), FIELD(prefetch_waste_bytes) };
 }

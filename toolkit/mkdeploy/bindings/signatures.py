@@ -239,6 +239,7 @@ class mkd_stats(Structure):
         ("read_bytes", c_uint64),
         ("payload_bytes", c_uint64),
         ("load_us", c_int64),
+        ("io_busy_us", c_int64),
         ("stall_us", c_int64),
         ("expert_compute_us", c_int64),
         ("n_layer_batches", c_uint64),

@@ -112,6 +112,7 @@ class Stats:
     read_bytes: int = 0
     payload_bytes: int = 0
     load_us: int = 0
+    io_busy_us: int = 0
     stall_us: int = 0
     expert_compute_us: int = 0
     n_layer_batches: int = 0
