@@ -22,13 +22,18 @@ MEMORY = {
     **{"slots_bytes": 8 * 30 * 36864, "work_bytes": 4096, "other_bytes": 0, "total_bytes": 95 * 2**20},
     **{"slots_per_layer": 8, "n_slots": 240, "minimum_bytes": 90 * 2**20},
 }
-LOAD = {"load_us": 1000, "resident_read_bytes": 1, "routed_requested_bytes": 0, "direct_io": True, "note": ""}
+LOAD = {
+    **{"load_us": 1000, "resident_read_bytes": 1, "routed_requested_bytes": 0, "direct_io": True, "note": ""},
+    **{"io": 2, "n_lanes": 4, "io_chunk_bytes": 2**20},
+}
 STATS = {
     **{"n_decode": 4, "n_tokens": 4, "n_requests": 960, "n_hits": 720, "n_misses": 240, "n_evictions": 200},
     **{"n_reads": 240, "read_bytes": 240 * 36864, "payload_bytes": 240 * 31104, "load_us": 24000, "stall_us": 8000},
     **{"expert_compute_us": 100, "n_layer_batches": 120, "n_waves": 0, "n_checksums": 720, "n_reread": 0},
+    **{"io_busy_us": 16000, "n_prefetch": 40, "n_prefetch_hits": 30, "n_prefetch_useless": 6},
+    **{"n_prefetch_cancelled": 4, "prefetch_bytes": 40 * 36864, "prefetch_waste_bytes": 10 * 36864},
 }
-HELLO = {"event": "hello", "version": "0.1.0", "revision": "abc123", "abi_version": 1, "llama_version": "0.5.0"}
+HELLO = {"event": "hello", "version": "0.1.0", "revision": "abc123", "abi_version": 2, "llama_version": "0.5.0"}
 HELLO |= {"target": "x86_64-linux-gnu", "variant": "host"}
 LOADED = {"event": "loaded", "model": MODEL, "memory": MEMORY, "load": LOAD, "n_threads": 2, "rss_bytes": 2**20}
 DONE = {
@@ -59,6 +64,8 @@ SETTING = Setting(
     page_cache="as found",
     tokens_source="bench.txt",
     cold=False,
+    prefetch="auto",
+    policy="lfu",
     mkdeploy_version="0.1.0",
 )
 

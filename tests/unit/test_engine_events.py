@@ -160,8 +160,8 @@ def test_an_early_clean_end_is_an_error(tmp_path: Path) -> None:
 
 
 def test_another_abi_version_is_refused(tmp_path: Path) -> None:
-    script = "say(HELLO.replace('\"abi_version\": 1', '\"abi_version\": 2')); sys.stdin.read()"
-    with Engine(child(tmp_path, script)) as engine, pytest.raises(MkdeployError, match=r"ABI version 2.*needs 1"):
+    script = "say(HELLO.replace('\"abi_version\": 2', '\"abi_version\": 99')); sys.stdin.read()"
+    with Engine(child(tmp_path, script)) as engine, pytest.raises(MkdeployError, match=r"ABI version 99.*needs 2"):
         engine.wait_loaded()
 
 

@@ -69,12 +69,13 @@ def unescape(text: str) -> str:
     return "".join(out)
 
 
-def stats_of(done: Done, loaded: Loaded, itl_ms: Sequence[float]) -> dict[str, Any]:
+def stats_of(done: Done, loaded: Loaded, options: EngineOptions, itl_ms: Sequence[float]) -> dict[str, Any]:
     """The numbers of one answer.
 
     Args:
         done: the engine's own.
         loaded: model and memory.
+        options: what the engine was asked for.
         itl_ms: milliseconds between tokens.
     """
     stats, model, memory = done.stats, loaded.model, loaded.memory
@@ -113,7 +114,10 @@ def stats_of(done: Done, loaded: Loaded, itl_ms: Sequence[float]) -> dict[str, A
         "rss_peak_bytes": done.rss_peak_bytes,
         "majflt_per_token": done.majflt / n_tokens if n_tokens else None,
         "load_ms": loaded.load.load_us / 1000,
-        "policy": "lru" if paged else "none",
+        "policy": options.cache_policy if paged else "none",
+        "prefetch": options.prefetch if paged else "off",
+        "prefetch_hit_rate": stats.prefetch_hit_rate,
+        "prefetch_waste_bytes": stats.prefetch_waste_bytes if paged else None,
         "engine": vars(stats),
     }
 
@@ -193,6 +197,7 @@ class _Speaker:
 
     engine: Engine
     loaded: Loaded
+    options: EngineOptions
     n_predict: int
     stops: tuple[str, ...]
     show: bool  # stream the text to stdout
@@ -220,7 +225,7 @@ class _Speaker:
         drawn = [piece for piece in pieces if piece.id >= 0]  # -1: the rest of the text, held back as a possible stop
         times = [piece.t_us for piece in drawn]
         itl_ms = [(b - a) / 1000 for a, b in itertools.pairwise(times)]
-        stats = stats_of(done, self.loaded, itl_ms)
+        stats = stats_of(done, self.loaded, self.options, itl_ms)
         self.last = RunResult(answer, tuple(piece.id for piece in drawn), done.stop, stats)
         self.rss_peak_bytes = done.rss_peak_bytes
         print(closing_line(stats, done.stop), file=sys.stderr)
@@ -329,7 +334,7 @@ def run(
     with place.start(arguments, on_note=lambda note: print(f"note: {note}", file=sys.stderr)) as child:
         with console.status(f"loading {package.name}") if console.is_terminal else contextlib.nullcontext():
             loaded = child.wait_loaded()
-        speaker = _Speaker(child, loaded, n_predict, tuple(stops), show=not as_json)
+        speaker = _Speaker(child, loaded, options, n_predict, tuple(stops), show=not as_json)
         if template is None:
             assert text is not None  # checked above
             result: RunResult | None = speaker.say(text, add_special=True)

@@ -197,8 +197,8 @@ class _Bench:
             page_cache=page_cache,
             tokens_source=self.tokens_source,
             cold=engine.cold,
-            prefetch=engine.prefetch if engine.load == "paged" else "off",
-            policy=engine.cache_policy if engine.load == "paged" else "none",
+            prefetch=engine.prefetch,
+            policy=engine.cache_policy,
             mkdeploy_version=mkdeploy.__version__,
         )
         return [

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mkdeploy.engine.process import EngineOptions
 from mkdeploy.errors import UsageError
@@ -140,8 +141,10 @@ def combinations(options: BenchOptions, throttle: str | None = None) -> list[Eng
         UsageError: a value is out of range.
     """
     n_ctx = options.n_ctx or max(n_prompt + n_gen for n_prompt, n_gen in options.tests)
-    names = ("memory", "cache_slots", "n_batch", "n_ubatch", "n_threads", "type_k", "type_v", "n_lanes")
-    names += ("io_chunk", "prefetch", "cache_policy")
+    names = (
+        *("memory", "cache_slots", "n_batch", "n_ubatch", "n_threads", "type_k", "type_v", "n_lanes"),
+        *("io_chunk", "prefetch", "cache_policy"),
+    )
     lists: Sequence[tuple[object, ...]] = [getattr(options, name) for name in names]
     base = dataclasses.replace(options.engine, n_ctx=n_ctx, throttle=throttle or options.engine.throttle)
     return [
@@ -162,5 +165,6 @@ def bench_argv(
 
 def baseline(engine: EngineOptions) -> EngineOptions:
     """The stock counterpart of a paged setting: mapped, no budget, everything that llama.cpp has alike."""
-    ours = {f.name: f.default for f in dataclasses.fields(EngineOptions) if f.name in _OURS}
-    return dataclasses.replace(engine, **{**ours, "load": "mmap"})
+    default = EngineOptions()
+    ours: dict[str, Any] = {name: getattr(default, name) for name in _OURS}
+    return dataclasses.replace(engine, **ours, load="mmap")

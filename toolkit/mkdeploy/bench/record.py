@@ -101,7 +101,7 @@ class Record:
     rss_peak_bytes: int
     majflt_per_token: float | None
     policy: str  # of the expert cache
-    prefetch: str
+    prefetch: str  # mode
     prefetch_hit_rate: float | None
     prefetch_waste_bytes: int | None  # all repetitions
     io: str  # "uring" | "pread"
@@ -268,8 +268,8 @@ def make_record(
         itl_ms_p99=p99,
         rss_peak_bytes=test.rss_peak_bytes,
         majflt_per_token=per_token(sum(test.majflt), bool(test.majflt)),
-        policy=setting.policy,
-        prefetch=setting.prefetch,
+        policy=setting.policy if paged else "none",
+        prefetch=setting.prefetch if paged else "off",
         prefetch_hit_rate=stats.prefetch_hit_rate,
         prefetch_waste_bytes=stats.prefetch_waste_bytes if paged else None,
         io=IO_NAMES[loaded.load.io] if paged else "none",

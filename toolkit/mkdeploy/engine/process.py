@@ -108,10 +108,12 @@ class EngineOptions:
 
     def session(self) -> dict[str, Any]:
         """The same options as keyword arguments of `mkdeploy.Session` (without n_ctx, n_batch, n_ubatch)."""
-        same = ("memory", "cache_slots", "n_threads", "type_k", "type_v", "n_lanes", "verify", "lora", "lora_scale")
-        same += ("io", "io_chunk", "prefetch", "cache_policy", "whole_experts")
+        same = (
+            *("memory", "cache_slots", "n_threads", "type_k", "type_v", "n_lanes", "verify", "lora", "lora_scale"),
+            *("io", "io_chunk", "prefetch", "cache_policy", "whole_experts", "load", "throttle", "device"),
+        )
         renamed = {"direct_io": not self.buffered, "use_extra_bufts": self.extra_bufts, "n_seq_max": self.n_parallel}
-        return {name: getattr(self, name) for name in (*same, "load", "throttle", "device")} | renamed
+        return {name: getattr(self, name) for name in same} | renamed
 
 
 @dataclass(frozen=True)
