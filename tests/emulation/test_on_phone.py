@@ -20,9 +20,11 @@ from mkdeploy.emulator.phone import EmulatedPhone
 from mkdeploy.engine.events import Hello
 from mkdeploy.errors import MkdeployError, NoPhoneError
 
-# Without prefetch, whose hits depend on timing.
+# Without prefetch: what it brings in time depends on timing.
 OPTIONS = BenchOptions(
-    n_prompt=(24,), n_gen=(12,), reps=2, cache_slots=(8, 16), n_threads=(1,), prefetch=("off",), cache_policy=("lru", "lfu")
+    **{"n_prompt": (24,), "n_gen": (12,), "reps": 2, "cache_slots": (8, 16), "n_threads": (1,)},
+    prefetch=("off",),
+    cache_policy=("lru", "lfu"),
 )
 COUNTS = (
     *("n_prompt", "n_gen", "cache_slots", "expert_bytes", "n_moe_layer", "n_expert", "n_expert_used", "model_size"),

@@ -76,7 +76,7 @@ def test_arguments_of_one_process() -> None:
 
 
 def test_the_baseline_keeps_what_is_not_paging() -> None:
-    ours = EngineOptions(memory=2**30, cache_slots=8, n_lanes=4, io="pread", prefetch="off", cold=True, whole_experts=True)
+    ours = EngineOptions(memory=2**30, cache_slots=8, n_lanes=4, prefetch="off", cold=True, whole_experts=True)
     engine = replace(ours, n_threads=3, type_k="q8_0", extra_bufts=False)
     assert baseline(engine) == EngineOptions(load="mmap", n_threads=3, type_k="q8_0", extra_bufts=False)
 

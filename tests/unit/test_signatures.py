@@ -137,11 +137,8 @@ def test_token_callback_has_the_headers_type() -> None:
 
 def test_every_enum_of_the_header_is_bound_with_its_values() -> None:
     bound = [kind for kind in vars(signatures).values() if isinstance(kind, type) and issubclass(kind, IntEnum)]
-    ours = {
-        "mkd_" + re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower(): {member.name: member.value for member in kind}
-        for kind in bound
-        if kind is not IntEnum
-    }
+    names = {kind: "mkd" + re.sub("(?=[A-Z])", "_", kind.__name__).lower() for kind in bound if kind is not IntEnum}
+    ours = {name: {member.name: member.value for member in kind} for kind, name in names.items()}
     assert ours == header_enums()
 
 
