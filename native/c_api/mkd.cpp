@@ -1,4 +1,5 @@
-// c_api/mkd.cpp: status, version, store and iobench of mkd.h. Sessions are in c_api/mkd-session.cpp.
+// c_api/mkd.cpp: status, version, store and iobench of mkd.h. Sessions are in c_api/mkd-session.cpp,
+// replays in c_api/mkd-replay.cpp.
 
 #include "c_api/guard.h"
 #include "io/iobench.h"

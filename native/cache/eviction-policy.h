@@ -20,7 +20,7 @@ class EvictionPolicy {
 
     // The tokens of one batch were routed: ids [n_tokens][n_expert_used], before any of them is acquired.
     virtual void routed(int i_layer, const int32_t * ids, int n_expert_used, int n_tokens) = 0;
-    // Picks the one of candidates (experts of i_layer that may leave; never empty) that leaves.
+    // Picks the one of candidates (experts of i_layer that may leave; never empty) that leaves. -1: none of them as long as others are pinned.
     virtual int victim(int i_layer, const std::vector<int> & candidates) = 0;
 };
 

@@ -60,6 +60,9 @@ int ExpertCache::place(int i_layer, int expert, const std::vector<uint8_t> * kee
             return -1;
         }
         *evicted = policy_->victim(i_layer, candidates_);
+        if (*evicted < 0) {
+            return -1;
+        }
         slot     = layer.slot_of[(size_t) *evicted];
         drop(layer, layer.slots[(size_t) slot]);
     }

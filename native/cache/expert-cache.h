@@ -40,7 +40,7 @@ class ExpertCache {
         hit,     // all parts are in the slot
         load,    // the caller must bring `missing`, then call ready (or fail)
         joined,  // somebody is bringing `missing` already (parts that are not on their way are not in it)
-        no_slot, // every slot is pinned or loading; nothing was changed
+        no_slot, // every slot is pinned or loading, or the policy lets none leave; nothing was changed
     };
 
     struct Lease {

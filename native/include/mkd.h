@@ -344,6 +344,37 @@ struct mkd_iobench_result {
 };
 MKD_API enum mkd_status mkd_iobench(const struct mkd_iobench_params * params, struct mkd_iobench_result * out);
 
+// ---------------------------------------------------------------- replay
+
+// Scores cache policies on a recorded routing, with the engine's own cache and policies: nothing is loaded. Any thread; does not touch storage.
+struct mkd_replay_params {
+    size_t          struct_bytes;
+    const int32_t * ids;           // [n_tokens][n_moe_layer][n_expert_used], in router order
+    int64_t         n_tokens;      // >= 1
+    int32_t         n_moe_layer;   // >= 1
+    int32_t         n_expert_used; // >= 1
+    const int32_t * n_expert;      // [n_moe_layer], >= n_expert_used each
+    const int32_t * batch_tokens;  // [n_batch] tokens of each batch, n_tokens together; NULL: one each, as in decode
+    int64_t         n_batch;
+    const int32_t * n_slots;       // [n_moe_layer], 1..n_expert each; policies with one pool have their sum
+    const char *    policy;        // lru, lfu, belady: each layer its slots; lru-global, lru-protected, belady-global: one pool
+};
+struct mkd_replay_result {
+    uint64_t n_requests;  // distinct (layer, expert) of each batch
+    uint64_t n_hits;
+    uint64_t n_loads;     // n_requests - n_hits
+    uint64_t n_first;     // of these: the expert's first request, which no policy hits
+    uint64_t n_evictions;
+};
+// Errors: ARG.
+MKD_API enum mkd_status mkd_cache_replay(const struct mkd_replay_params * params, struct mkd_replay_result * out);
+// The quotas with which LRU hits most in this routing.
+//   params    n_slots and policy are not read
+//   n_slots   in all, n_moe_layer..sum of n_expert
+//   quotas    [n_moe_layer] receives each layer's: at least min(n_expert_used, n_slots / n_moe_layer)
+// Errors: ARG.
+MKD_API enum mkd_status mkd_cache_quotas(const struct mkd_replay_params * params, int64_t n_slots, int32_t * quotas);
+
 #ifdef __cplusplus
 }
 #endif

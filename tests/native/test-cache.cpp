@@ -96,6 +96,27 @@ TEST_CASE("cache: with every slot pinned acquire returns no slot, and does not g
     CHECK(lease.evicted == 1);
 }
 
+TEST_CASE("cache: a policy may let nobody leave") {
+    struct Stubborn final : mkd::EvictionPolicy {
+        int  expert = -1;
+        void routed(int, const int32_t *, int, int) override {}
+        int  victim(int, const std::vector<int> &) override { return expert; }
+    };
+    auto        policy   = std::make_unique<Stubborn>();
+    Stubborn &  stubborn = *policy;
+    ExpertCache cache({ { 8, 2 } }, std::move(policy));
+    bring(cache, 0);
+    bring(cache, 1);
+    const ExpertCache::Lease lease = cache.acquire(0, 2, kAll);
+    CHECK(lease.outcome == Outcome::no_slot);
+    CHECK(lease.evicted == -1);
+    CHECK(cache.victim(0) == -1);
+    CHECK(cache.n_present(0) == 2);
+    CHECK(cache.state(0, 2) == State::free);
+    stubborn.expert = 1;
+    CHECK(cache.acquire(0, 2, kAll).evicted == 1);
+}
+
 TEST_CASE("cache: the least recently used expert leaves") {
     ExpertCache cache = make_cache(8, 3);
     for (const int expert : { 0, 1, 2, 0 }) {

@@ -300,6 +300,31 @@ class mkd_iobench_result(Structure):
     )
 
 
+class mkd_replay_params(Structure):
+    _fields_ = (
+        ("struct_bytes", c_size_t),
+        ("ids", POINTER(c_int32)),
+        ("n_tokens", c_int64),
+        ("n_moe_layer", c_int32),
+        ("n_expert_used", c_int32),
+        ("n_expert", POINTER(c_int32)),
+        ("batch_tokens", POINTER(c_int32)),
+        ("n_batch", c_int64),
+        ("n_slots", POINTER(c_int32)),
+        ("policy", c_char_p),
+    )
+
+
+class mkd_replay_result(Structure):
+    _fields_ = (
+        ("n_requests", c_uint64),
+        ("n_hits", c_uint64),
+        ("n_loads", c_uint64),
+        ("n_first", c_uint64),
+        ("n_evictions", c_uint64),
+    )
+
+
 _status = c_int
 _session = c_void_p
 _store = c_void_p
@@ -350,6 +375,8 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "mkd_store_expert_stride_bytes": (c_uint64, (_store, c_int32)),
     "mkd_store_read": (_status, (_store, c_int32, c_int32, c_void_p, c_uint64)),
     "mkd_iobench": (_status, (POINTER(mkd_iobench_params), POINTER(mkd_iobench_result))),
+    "mkd_cache_replay": (_status, (POINTER(mkd_replay_params), POINTER(mkd_replay_result))),
+    "mkd_cache_quotas": (_status, (POINTER(mkd_replay_params), c_int64, POINTER(c_int32))),
 }
 
 
