@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from mkdeploy import __version__, cli_engine, cli_phone
+from mkdeploy import __version__, cli_engine, cli_phone, cli_trace
 from mkdeploy.cli_options import (
     DebugOption,
     JsonOption,
@@ -164,6 +164,7 @@ def inspect(
 
 
 cli_engine.register(app)
+cli_trace.register(app)
 cli_phone.register(app)
 
 

@@ -35,6 +35,21 @@ DebugOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
+def spread_values(arguments: list[str], option: str) -> list[str]:
+    """Lets an option take several words: `--text a b -o c` becomes `--text a --text b -o c`."""
+    spread: list[str] = []
+    inside = False
+    for i, word in enumerate(arguments):
+        if word == "--":
+            return spread + arguments[i:]
+        if word.startswith("-") and word != "-":
+            inside = word == option
+        elif inside and arguments[i - 1] != option:
+            spread.append(option)
+        spread.append(word)
+    return spread
+
+
 def print_json(value: Any) -> None:
     """One JSON value on stdout."""
     json.dump(value, sys.stdout, indent=2)
